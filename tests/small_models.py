@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 SHAPES = {
     "tied": {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -17,6 +23,14 @@ SHAPES = {
                     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "tie_word_embeddings": True},
 }  # fmt: skip
 
+_MIXTURE = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16}  # fmt: skip
+_HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+           "layer_types": ["linear_attention", "full_attention"],
+           "linear_num_value_heads": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+           "linear_value_head_dim": 32,
+           "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}  # fmt: skip
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     # transformers takes a Qwen2 head's width from the hidden size alone
@@ -26,11 +40,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
               "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    "qwen3_5_text": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-                     "layer_types": ["linear_attention", "full_attention"],
-                     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-                     "linear_value_head_dim": 32,
-                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "qwen3_next": {**_HYBRID, **_MIXTURE},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_MIXTURE},
     "mistral": {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                                     "original_max_position_embeddings": 128}},
@@ -60,8 +72,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What each family adds to a shape."""
 
-_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16}  # fmt: skip
 _DELTA_NET = {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
               "linear_value_head_dim": 8}  # fmt: skip
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -82,8 +92,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "deepseek_v3": _LATENT,
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64},
-    "qwen3_5_moe_text": {**_DELTA_NET, **_MIXTURE},
-    "qwen3_next": {**_DELTA_NET, **_MIXTURE},
     "falcon_h1": _MAMBA,
     "granitemoehybrid": {**_MAMBA, "num_local_experts": 0, "layer_types": ["mamba", "attention"],
                          "shared_intermediate_size": 32},
@@ -94,11 +102,8 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families that run on the modules of transformers, and what each adds to the shape of `write_other_model`."""
 
-BESIDE_EXPERTS = {"glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "llama4_text"}
-"""Mixtures with dense MLP layers beside experts that are stored together: PEFT takes loras on them for the experts'."""
-
-WITHOUT_MLP_IN_PEFT = {*BESIDE_EXPERTS, "nemotron_h", "qwen3_moe", "gpt_oss"}
-"""Where loras on the MLP have no equal in PEFT: the same with mint's, and mixtures whose experts have one each."""
+WITHOUT_MLP_IN_PEFT = {"nemotron_h", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
+"""Where loras on the MLP have no equal of the same names in PEFT: mixtures whose experts have one each."""
 
 UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
 """PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""
@@ -123,7 +128,14 @@ def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: ob
 
 
 def write_model(
-    folder: Path, shape: str, *, family: str = "qwen3", seed: int = 0, shards: str | None = None, **changes: object
+    folder: Path,
+    shape: str,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    shards: str | None = None,
+    experts_apart: bool = False,
+    **changes: object,
 ) -> PreTrainedModel:
     """Writes a random model of `shape` to `folder` and returns it (float32, eval); `shards` is their largest size."""
     torch.manual_seed(seed)
@@ -136,22 +148,30 @@ def write_model(
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0, 0.15)
-    model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))
+    # published files of Qwen3.5-MoE have a layer's experts in one tensor; transformers writes them one by one
+    as_saved = family != "qwen3_5_moe_text" or experts_apart
+    model.save_pretrained(
+        folder, save_original_format=as_saved, **({} if shards is None else {"max_shard_size": shards})
+    )
     (folder / "tokenizer.json").write_text("{}")
     return model
 
 
-def write_qwen_with_images(folder: Path, shape: str, *, seed: int = 0) -> None:
+QWENS_WITH_IMAGES = {"qwen3_5": Qwen3_5ForConditionalGeneration, "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration}
+"""By `model_type`; that of the text model alone ends with `_text`."""
+
+
+def write_qwen_with_images(folder: Path, shape: str, *, family: str = "qwen3_5", seed: int = 0) -> None:
     """Writes a random Qwen3.5 as it is published: a text model of `shape`, and a model of images."""
     torch.manual_seed(seed)
     tied = SHAPES[shape]["tie_word_embeddings"]
-    text = {**SHAPES[shape], **FAMILIES["qwen3_5_text"], "max_position_embeddings": 512, "eos_token_id": 1}
+    text = {**SHAPES[shape], **FAMILIES[f"{family}_text"], "max_position_embeddings": 512, "eos_token_id": 1}
     images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
               "out_hidden_size": text["hidden_size"]}  # fmt: skip
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=images, tie_word_embeddings=tied)
-    model = Qwen3_5ForConditionalGeneration(config)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=images, tie_word_embeddings=tied)
+    model = QWENS_WITH_IMAGES[family](config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=False)
     (folder / "tokenizer.json").write_text("{}")

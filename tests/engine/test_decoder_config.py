@@ -222,6 +222,33 @@ def test_gpt_oss_is_read_as_published_as_transformers_writes_it_and_with_its_def
     assert read_decoder_config({key: value for key, value in GPT_OSS.items() if key not in defaults}) == found
 
 
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2), "head_dim": 256, "vocab_size": 151936,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "num_experts": 512, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 512, "rms_norm_eps": 1e-6,
+    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_scaling": None, "tie_word_embeddings": False,
+    "attention_bias": False, "hidden_act": "silu",
+}  # fmt: skip
+"""Of Qwen3-Next-80B-A3B."""
+
+
+def test_qwen3_next_is_read_as_published_and_as_transformers_writes_it() -> None:
+    found = read_decoder_config(QWEN3_NEXT)
+    assert found.attention_layers == list(range(3, 48, 4)) and found.rotary_dim == 64
+    assert found.delta_net is not None and found.delta_net.inputs == {"qkvz": 12288, "ba": 64}
+    assert found.experts is not None and found.experts.shared_intermediate_size == 512
+    assert read_decoder_config(AutoConfig.for_model(**QWEN3_NEXT).to_dict()) == found
+
+
+def test_a_mixture_without_dense_layers_need_not_say_how_wide_they_are() -> None:
+    sizes = {key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"}
+    assert read_decoder_config({**sizes, "model_type": "qwen3_5_moe_text"}).intermediate_size == 512
+    with pytest.raises(InvalidRequestError, match="intermediate_size"):
+        read_decoder_config({**sizes, "mlp_only_layers": [0]})
+
+
 @pytest.mark.parametrize(("key", "value"), [("swiglu_limit", 9.0), ("swiglu_alpha", 1.0), ("attention_bias", False)])
 def test_another_gpt_oss_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=key):
@@ -229,10 +256,14 @@ def test_another_gpt_oss_is_refused_by_name(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mistral", "gemma3_text", "olmo3", "exaone4", "phi3", "smollm3", "granite", "qwen3_5_text"]
-)
+    "family",
+    ["mistral", "gemma3_text", "olmo3", "exaone4", "phi3", "smollm3", "granite", "qwen3_5_text", "qwen3_next",
+     "qwen3_5_moe_text"],
+)  # fmt: skip
 def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
-    sizes = {"vocab_size": 10, "head_dim": 8, "max_position_embeddings": 8192, **_sizes(16, 16, 8, 2, 1)}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+               "shared_expert_intermediate_size": 16}  # fmt: skip
+    sizes = {"vocab_size": 10, "head_dim": 8, "max_position_embeddings": 8192, **_sizes(16, 16, 8, 2, 1), **experts}
     found = read_decoder_config({"model_type": family, **sizes})
     assert found == read_decoder_config(AutoConfig.for_model(family, pad_token_id=0, **sizes).to_dict())
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, SampleResult, StopRule, TrainDatum
 from mint.engine.torch_engine import TorchEngine
+from mint.models.folder import ModelFolder
 
 FOLDERS = pytest.mark.parametrize(
     ("family", "shape"), list(itertools.product(FAMILIES, ["tied", "untied"])), ids=lambda value: value
@@ -77,6 +78,19 @@ def test_greedy_sampling_equals_transformers_generate(family: str, tmp_path: Pat
         assert result.samples[0].tokens.tolist() == generated[0, len(prompt) :].tolist()
 
 
+def test_experts_of_one_tensor_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    """As transformers writes Qwen3.5-MoE, which is published with stacked experts."""
+    prompt = np.random.default_rng(1).integers(0, 97, 40)
+    asked = job(prompt, max_tokens=4, prompt_logprobs=True)
+    found = []
+    for apart in (False, True):
+        folder = tmp_path / str(apart)
+        write_model(folder, "tied", family="qwen3_5_moe_text", experts_apart=apart)
+        assert ("model.layers.0.mlp.experts.0.up_proj.weight" in ModelFolder(folder).tensors()) == apart
+        found.append(_bits(_engine(folder).sample([asked])[0]))
+    assert found[0] == found[1]
+
+
 def test_a_mixture_with_dense_layers_equals_transformers(tmp_path: Path) -> None:
     reference = write_model(tmp_path, "untied", family="qwen3_moe", **MIXED)
     engine = _engine(tmp_path)
@@ -129,9 +143,11 @@ class _Merged:
         found = {}
         for name, tensor in self._base.items():
             stem = name.rsplit(".", 1)[0]
-            if self._model.config.model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "down_proj")):
+            if f"{stem}.0.gate_up_proj.lora_A.weight" in self.parts and name.endswith("_proj"):
                 last = name.removeprefix(f"{stem}.")
-                tensor = torch.stack([self._expert(stem, index, last, own.T).T for index, own in enumerate(tensor)])
+                turned = self._model.config.model_type == "gpt_oss"
+                parts = [self._expert(stem, index, last, own.T if turned else own) for index, own in enumerate(tensor)]
+                tensor = torch.stack([part.T if turned else part for part in parts])
             elif name.endswith("experts.gate_up_proj"):
                 half = tensor.shape[1] // 2
                 parts = [("gate", slice(None, half)), ("up", slice(half, None))]

@@ -225,6 +225,27 @@ def test_gradients_of_norms_and_swiglu_are_those_of_float64(operations: NativeOp
     torch.testing.assert_close(operations.swiglu_backward(slope, wide).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_rows_are_gated_by_one_number_each_as_in_float64(operations: NativeOperations) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, inputs = torch.randn(37, 32, generator=generator), torch.randn(37, 96, generator=generator)
+    gate = torch.randn(96, generator=generator)
+    expected = torch.sigmoid(inputs.double() @ gate.double())[:, None]
+    for chosen in (operations, TorchOperations(torch.float32, torch.device("cpu"))):
+        found, shares = chosen.gate_rows(x, inputs, gate)
+        torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.double(), x.double() * expected, rtol=1e-5, atol=1e-6)
+        for row in (0, 20, 36):
+            own = slice(row, row + 1)
+            assert torch.equal(chosen.gate_rows(x[own], inputs[own], gate)[0], found[own])
+
+
+def test_columns_are_taken_in_any_order(operations: NativeOperations) -> None:
+    x, order = torch.randn(9, 50), torch.randperm(50)[:37]
+    assert torch.equal(operations.take_columns(x, order), x[:, order])
+    with pytest.raises(IndexError):
+        operations.take_columns(x, torch.tensor([3, 50]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_gradient_of_finished_heads_is_that_of_float64(

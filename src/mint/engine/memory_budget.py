@@ -37,6 +37,8 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
             # For each chosen expert a copy of the input, the wide product, the inner values and the result, all in
             # float32.
             total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
+            if experts.shared_intermediate_size is not None:
+                total += 4 * hidden + dtype.itemsize * 2 * experts.shared_intermediate_size
     return total
 
 
@@ -45,7 +47,7 @@ def _mixer_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:
     net = config.delta_net_of(layer)
     query, key_value = config.query_size, 2 * config.key_value_size
     if net is not None:  # the products with its input, what its heads read, and the input of its output
-        return 4 * (sum(net.inputs.values()) + net.value_size) + dtype.itemsize * net.value_size
+        return 4 * (sum(net.parts) + net.value_size) + dtype.itemsize * net.value_size
     # The query/key/value product and the heads; the attended values.
     total = dtype.itemsize * (2 * (query + key_value) + query)
     if config.family.output_gates:  # the product with the gates in float32, and the gated values

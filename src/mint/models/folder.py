@@ -14,7 +14,7 @@ from mint.errors import InvalidRequestError
 from mint.models.quantized_tensors import dequantized
 from mint.models.tensor_files import StoredTensor, open_tensors
 
-_TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM"}
+_TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 """Models of text and images, by the `model_type` of config.json, whose text model is read alone: its architecture."""
 
 _LANGUAGE_MODEL, _BESIDE_TEXT = "model.language_model.", ("model.visual.", "mtp.")

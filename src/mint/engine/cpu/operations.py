@@ -121,8 +121,10 @@ class NativeOperations(CpuOperations):
     @staticmethod
     def fit(config: DecoderConfig) -> bool:
         """Whether the kernels have loops for such widths."""
-        widths = (config.hidden_size, config.intermediate_size)
-        return config.head_dim in HEAD_DIMS and not any(width % LANES for width in (*widths, config.rotary_dim // 2))
+        widths = [config.hidden_size, config.intermediate_size, config.rotary_dim // 2]
+        if config.experts is not None:
+            widths.append(config.experts.shared_intermediate_size or 0)
+        return config.head_dim in HEAD_DIMS and not any(width % LANES for width in widths)
 
     @override
     def matrix(self, weight: Tensor) -> Matrix:
@@ -357,10 +359,34 @@ class NativeOperations(CpuOperations):
         return self.take_rows(x.view(-1, dim), rows).view(count, -1, dim)
 
     @override
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(order))
+        self._row_copies.take_columns(
+            len(x), out.numel(), x=x.contiguous(), order=order, height=x.shape[1], width=len(order), out=out
+        )
+        return out
+
+    @override
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         out = torch.empty_like(x)
         self._rows.gate(len(x), x.numel(), x=x, gates=gates, width=x.shape[1], out=out)
         return out
+
+    @override
+    def gate_rows(self, x: Tensor, inputs: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        out, shares = torch.empty_like(x), x.new_empty(len(x), 1)
+        self._rows.gate_rows(
+            len(x),
+            x.numel() + inputs.numel(),
+            x=x,
+            inputs=inputs,
+            gate=gate,
+            width=x.shape[1],
+            hidden=inputs.shape[1],
+            out=out,
+            shares=shares,
+        )
+        return out, shares
 
     @override
     def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

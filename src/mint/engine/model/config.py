@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -42,11 +42,19 @@ class ExpertTensors:
 
     router: str = "gate"
     intermediate_size: str = "moe_intermediate_size"
+    norm_topk_prob: bool = False
+    """Where config.json does not say it."""
     always_normed: bool = False
     """The weights of a token's experts add up to 1, whatever `norm_topk_prob` says."""
     stacked: bool = False
-    """The matrices of a layer's experts are one tensor [experts, inputs, outputs], and gate and up are one matrix.
-    Router and experts have biases."""
+    """The matrices of a layer's experts are one tensor [experts, outputs, inputs], and gate and up are one matrix. Some
+    tools write the experts one by one."""
+    inputs_first: bool = False
+    """That tensor is [experts, inputs, outputs]."""
+    biases: bool = False
+    """Router and experts have biases."""
+    shared: bool = False
+    """One more expert computes all rows; its result is multiplied with the sigmoid of a gate."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class Family:
     """Embedded tokens are multiplied with √hidden_size, and `query_pre_attn_scalar` takes the place of head_dim."""
     delta_nets: bool = False
     """Layers that `layer_types` calls `linear_attention` are gated delta nets."""
+    delta_nets_by_key_head: bool = False
+    """A delta net's input products are two layers, whose outputs are sorted by key head."""
     output_gates: bool = False
     """The attended values of each query head are multiplied with the sigmoid of a gate of its own."""
     fused: bool = False
@@ -104,21 +114,32 @@ _AFTER = NormNames(
     mlp_output="post_feedforward_layernorm",
 )
 
+_QWEN3_5 = Family(
+    "Qwen3.5",
+    head_norms=True,
+    norms_from_one=True,
+    delta_nets=True,
+    full_every=4,
+    output_gates=True,
+    partial_rotation=True,
+    rotated_share=0.25,
+    scaled_rotation=False,
+)
+
 FAMILIES = {
     "llama": Family("Llama"),
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=ExpertTensors()),
-    "qwen3_5_text": Family(
-        "Qwen3.5",
-        head_norms=True,
-        norms_from_one=True,
-        delta_nets=True,
-        full_every=4,
-        output_gates=True,
-        partial_rotation=True,
-        rotated_share=0.25,
-        scaled_rotation=False,
+    "qwen3_next": replace(
+        _QWEN3_5,
+        name="Qwen3-Next",
+        delta_nets_by_key_head=True,
+        experts=ExpertTensors(norm_topk_prob=True, shared=True),
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5, name="Qwen3.5-MoE", experts=ExpertTensors(always_normed=True, stacked=True, shared=True)
     ),
     "mistral": Family("Mistral", windows=True, sliding_window=4096),
     "smollm3": Family("SmolLM3", unrotated_layers=True, is_tied=True, rope_theta=2e6),
@@ -157,7 +178,9 @@ FAMILIES = {
         qkv_bias=True,
         o_bias=True,
         sinks=True,
-        experts=ExpertTensors("router", "intermediate_size", always_normed=True, stacked=True),
+        experts=ExpertTensors(
+            "router", "intermediate_size", always_normed=True, stacked=True, inputs_first=True, biases=True
+        ),
         windows=True,
         full_every=2,
         activation="clamped_swiglu",
@@ -266,11 +289,13 @@ class Scales:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP, in `layers`: each token goes to `per_token` of `count` experts."""
+    """A mixture of experts in place of the MLP, in `layers`: each token goes to `per_token` of `count` experts, and to
+    one expert that all tokens share, if that has a width."""
 
     count: int
     per_token: int
     intermediate_size: int
+    shared_intermediate_size: int | None
     norm_topk_prob: bool
     layers: frozenset[int]
 
@@ -288,6 +313,7 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     taps: int
+    by_key_head: bool
     layers: frozenset[int]
 
     @property
@@ -306,9 +332,19 @@ class DeltaNetConfig:
         return 2 * self.key_size + self.value_size
 
     @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """The widths of the products with a layer's input: query, key and value; output gate; beta; decay."""
+        return self.channels, self.value_size, self.value_heads, self.value_heads
+
+    @property
     def inputs(self) -> dict[str, int]:
-        """The widths of the products with a layer's input, in their order, by what checkpoints call them."""
-        return {"qkv": self.channels, "z": self.value_size, "b": self.value_heads, "a": self.value_heads}
+        """The widths of the layers that make these products, in their order, by what checkpoints call them.
+
+        With `by_key_head` their outputs are sorted by key head, for each of which the first layer has query, key,
+        values and output gates, and the second betas and decays."""
+        if self.by_key_head:
+            return {"qkvz": self.channels + self.value_size, "ba": 2 * self.value_heads}
+        return dict(zip(("qkv", "z", "b", "a"), self.parts, strict=True))
 
     @property
     def state_entries(self) -> int:
@@ -395,11 +431,12 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     residual, scales = _scales(config, hidden, head_dim)
     windowed = _windowed_layers(config, layers)
     context = _size(config, "max_position_embeddings")
+    experts = None if family.experts is None else _experts(config, layers, family.experts)
     return DecoderConfig(
         model_type=model_type,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_width(config, "intermediate_size"),
+        intermediate_size=_intermediate_size(config, layers, experts),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
@@ -410,10 +447,16 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         ropes=_ropes(config, layers, windowed),
         windows=_windows(config, windowed, context),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
-        experts=None if family.experts is None else _experts(config, layers, family.experts),
+        experts=experts,
         delta_net=_delta_net(config, layers) if family.delta_nets else None,
         scales=scales,
     )
+
+
+def _intermediate_size(config: Mapping[str, Any], layers: int, experts: ExpertsConfig | None) -> int:
+    """That of dense MLPs. A model without any need not say it."""
+    is_needed = experts is None or len(experts.layers) < layers
+    return _width(config, "intermediate_size", default=None if is_needed else experts.intermediate_size)
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -456,6 +499,7 @@ def _delta_net(config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
         key_dim=_width(config, "linear_key_head_dim", default=128),
         value_dim=_width(config, "linear_value_head_dim", default=128),
         taps=_size(config, "linear_conv_kernel_dim", default=4),
+        by_key_head=_family(config).delta_nets_by_key_head,
         layers=frozenset(range(layers)) - full,
     )
 
@@ -498,7 +542,8 @@ def _experts(config: Mapping[str, Any], layers: int, tensors: ExpertTensors) -> 
         count=count,
         per_token=per_token,
         intermediate_size=_width(config, tensors.intermediate_size),
-        norm_topk_prob=tensors.always_normed or bool(config.get("norm_topk_prob", False)),
+        shared_intermediate_size=_width(config, "shared_expert_intermediate_size") if tensors.shared else None,
+        norm_topk_prob=tensors.always_normed or bool(config.get("norm_topk_prob", tensors.norm_topk_prob)),
         layers=mixtures,
     )
 

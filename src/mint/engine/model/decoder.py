@@ -23,12 +23,13 @@ from torch import Tensor
 
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
-from mint.engine.model.config import DecoderConfig, Rope
+from mint.engine.model.config import DecoderConfig, DeltaNetConfig, Rope
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.functions import pad_rows, rope_tables
 from mint.engine.model.layer_parts import (
     AddBias,
     AttentionInputs,
+    ColumnOrder,
     ForwardContext,
     GatedHeads,
     GatedOrder,
@@ -36,11 +37,13 @@ from mint.engine.model.layer_parts import (
     Norm,
     NormedProduct,
     OutputGate,
+    Reordered,
 )
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
+from mint.engine.model.mixture_of_experts import SharedExpert
 from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
 from mint.engine.model.weight_loader import load_weights
-from mint.engine.model.weights import AttentionWeights, DeltaNetWeights, MixtureWeights, list_sites
+from mint.engine.model.weights import AttentionWeights, DeltaNetWeights, MixtureWeights, list_sites, shared_site
 from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, state_spans
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.quantized.number_formats import Quantization
@@ -82,6 +85,7 @@ class Decoder:
         self.weights = load_weights(config, tensors, operations, quantization)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
         self._gated_order = _gated_order(config, operations.device)
+        self._delta_net_order = _delta_net_order(config.delta_net, operations.device)
         matrices = self.weights.matrices
         self._matrices = list(matrices.values())
         self.loras = operations.loras(matrices)
@@ -185,7 +189,8 @@ class Decoder:
         x = self._add_normed(LoraProduct.run(mixed, added, o, *o.parameters), layer.attention_output_norm, x)
         if isinstance(layer.mlp, MixtureWeights):
             # without the padding, whose rows would go to experts that no token needs
-            return pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
+            routed = pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
+            return self._add_shared_expert(index, x, routed, batch)
         gate_up = self.loras.linear(f"{index}.gate_up", layer.mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
         out = Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
@@ -229,7 +234,23 @@ class Decoder:
             raise ValueError(f"layer {index} is a delta net, and its states were not given")
         inputs = self.loras.linear(f"{index}.in", weights.inputs, batch.loras)
         wide = NormedProduct.run(x, norm, inputs, context, *inputs.parameters)
+        if self._delta_net_order is not None:
+            wide = Reordered.run(wide, self._delta_net_order, self.operations)
         return batch.delta_rule(index, weights, wide[: batch.count])
+
+    def _add_shared_expert(self, index: int, x: Tensor, routed: Tensor, batch: _ForwardBatch) -> Tensor:
+        """`routed` plus what the expert that all rows share makes of x, both [T, E]; without one, `routed`."""
+        layer = self.weights.layers[index]
+        shared = layer.mlp.shared if isinstance(layer.mlp, MixtureWeights) else None
+        if shared is None or layer.mlp_norm is None:
+            return routed
+        name, mlp, eps = shared_site(index), shared.mlp, self.config.rms_norm_eps
+        gate_up = self.loras.linear(f"{name}.gate_up", mlp.gate_up, batch.loras)
+        down = self.loras.linear(f"{name}.down", mlp.down, batch.loras)
+        return SharedExpert.run(
+            x, routed, layer.mlp_norm, shared.gate, gate_up, down, eps, self.operations,
+            *gate_up.parameters, *down.parameters,
+        )  # fmt: skip
 
     def _add_normed(self, out: Tensor, norm: Tensor | None, residual: Tensor) -> Tensor:
         """residual + norm(out), all [T, E]; without a norm `out`, in which the residual is already."""
@@ -255,3 +276,15 @@ def _gated_order(config: DecoderConfig, device: torch.device) -> GatedOrder:
     query, rest = config.num_attention_heads, 2 * config.num_key_value_heads
     heads = torch.cat([torch.arange(query) * 2, torch.arange(rest) + 2 * query])
     return GatedOrder(heads.to(device), (torch.arange(query) * 2 + 1).to(device))
+
+
+def _delta_net_order(net: DeltaNetConfig | None, device: torch.device) -> ColumnOrder | None:
+    """From products that are sorted by key head to those that a delta net reads; None: they are in that order."""
+    if net is None or not net.by_key_head:
+        return None
+    values = net.value_heads // net.key_heads
+    first, second = torch.arange(sum(net.parts)).split(list(net.inputs.values()))
+    widths = [net.key_dim, net.key_dim, values * net.value_dim, values * net.value_dim]
+    heads = *first.view(net.key_heads, -1).split(widths, dim=1), *second.view(net.key_heads, -1).split(values, dim=1)
+    columns = torch.cat([part.flatten() for part in heads])
+    return ColumnOrder(columns.to(device), columns.argsort().to(device))

@@ -259,7 +259,7 @@ def _prepare(
     net = plan.net
     operations = plan.operations
     spans, length, _ = rows.shape
-    channels, gate, beta, decay = rows.flatten(0, 1).split(list(net.inputs.values()), dim=-1)
+    channels, gate, beta, decay = rows.flatten(0, 1).split(list(net.parts), dim=-1)
     extended = torch.cat([window, channels.view(spans, length, -1)], dim=1)
     # Two steps: a fused multiply-add rounds once or twice depending on a number's place.
     mixed = extended[:, :length] * weights.taps[0]

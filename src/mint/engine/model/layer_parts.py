@@ -31,6 +31,14 @@ class GatedOrder:
 
 
 @dataclass(frozen=True)
+class ColumnOrder:
+    """Another order of a product's outputs: the column of each place, and the place of each column; int64 [N]."""
+
+    columns: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """The settings of one forward that every layer reads.
 
@@ -167,6 +175,24 @@ class NormedProduct(AutogradFunction):
         x, inverse = ctx.saved_tensors
         grad_x, grads = _normed_gradient(ctx, grad.contiguous(), x, inverse)
         return grad_x, None, None, None, *grads
+
+
+class Reordered(AutogradFunction):
+    """The columns of rows in another order."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, order: ColumnOrder, operations: Operations) -> Tensor:
+        """[T, N] from x [T, N]."""
+        ctx.order, ctx.operations = order, operations
+        return operations.take_columns(x, order.columns)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for x."""
+        return ctx.operations.take_columns(grad, ctx.order.places), None, None
 
 
 class GatedHeads(AutogradFunction):

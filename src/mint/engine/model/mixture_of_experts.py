@@ -1,7 +1,8 @@
 """A mixture of experts in place of a layer's MLP: the router sends every row to the few experts that it scores highest.
 
 Rows are sorted by expert, so each expert runs one product over its own rows. The results of a row are summed in the
-order of the router's choice. So no row's bits depend on which other rows go to the same expert.
+order of the router's choice. So no row's bits depend on which other rows go to the same expert. Some families have one
+more expert, which computes all rows.
 
 Letters: T rows · E hidden size · K experts per row · P pairs of a row and an expert (T·K).
 """
@@ -20,7 +21,7 @@ from mint.engine.lora import LoraRows
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.layer_parts import AddBias, Norm
-from mint.engine.model.linear import LoraLinears
+from mint.engine.model.linear import Linear, LoraLinears
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, expert_site
 
@@ -102,6 +103,72 @@ def _segments(
             covers = [LoraRows(a - start, b - start, lora.weights) for a, b, lora in runs if a < b]
             segments.append((expert, start, stop, covers))
     return segments
+
+
+class SharedExpert(AutogradFunction):
+    """`routed` + sigmoid(norm(x) · gate) · MLP(norm(x)): the expert that computes all rows.
+
+    The gate of a row multiplies the inner values, which gives the same as multiplying the result.
+    """
+
+    @classmethod
+    @override
+    def infer(
+        cls,
+        x: Tensor,
+        routed: Tensor,
+        norm: Tensor,
+        gate: Tensor,
+        gate_up: Linear,
+        down: Linear,
+        eps: float,
+        operations: Operations,
+        *parameters: Tensor,
+    ) -> Tensor:
+        normed, _ = operations.rms_norm(x, norm, eps)
+        weighted, _ = operations.gate_rows(operations.swiglu(gate_up.product(normed)), normed, gate)
+        return down.product(weighted, routed)
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        routed: Tensor,
+        norm: Tensor,
+        gate: Tensor,
+        gate_up: Linear,
+        down: Linear,
+        eps: float,
+        operations: Operations,
+        *parameters: Tensor,
+    ) -> Tensor:
+        """[T, E] from x and routed [T, E], norm and gate [E]; `parameters` are those of `gate_up`, then of `down`."""
+        normed, inverse = operations.rms_norm(x, norm, eps)
+        wide = gate_up.product(normed)
+        weighted, shares = operations.gate_rows(operations.swiglu(wide), normed, gate)
+        ctx.save_for_backward(x, inverse, wide.to(operations.dtype), shares, norm, gate)
+        ctx.gate_up, ctx.down, ctx.operations = gate_up, down, operations
+        return down.product(weighted, routed)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for x, routed and the parameters."""
+        x, inverse, narrow, shares, norm, gate = ctx.saved_tensors
+        operations: Operations = ctx.operations
+        wide = narrow.float()
+        inner, active_gate = operations.swiglu_again(wide)
+        grad_weighted, down_grads = ctx.down.gradient(grad, inner * shares)
+        grad_gate = (grad_weighted * inner).sum(-1, keepdim=True) * shares * (1 - shares)
+        grad_wide = operations.swiglu_backward(grad_weighted * shares, wide, active_gate)
+        normed = operations.rms_norm_again(x, inverse, norm)
+        grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
+        grad_x = None
+        if grad_normed is not None:
+            grad_x = operations.rms_norm_backward(grad_normed.addcmul_(grad_gate, gate), x, inverse, norm)
+        return grad_x, grad, None, None, None, None, None, None, *wide_grads, *down_grads
 
 
 class _SwiGlu(AutogradFunction):

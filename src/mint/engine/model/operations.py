@@ -163,8 +163,17 @@ class Operations(Protocol):
         """The heads `order` int64 [N] of x [T, any, D], [T, N, D]."""
         ...
 
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """The columns `order` int64 [N] of x [T, any], [T, N]."""
+        ...
+
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x · sigmoid(gates)` of rows, both [T, U]."""
+        ...
+
+    def gate_rows(self, x: Tensor, inputs: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """`x · share` of rows x [T, U], with one share = sigmoid(inputs · gate) for each row of inputs [T, E] by gate
+        [E]; and the shares [T, 1]."""
         ...
 
     def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

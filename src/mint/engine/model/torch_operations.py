@@ -177,8 +177,17 @@ class TorchOperations:
     def take_heads(self, x: Tensor, order: Tensor) -> Tensor:
         return x.index_select(1, order)
 
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        return x.index_select(1, order)
+
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         return self.by_rows(torch.sigmoid, gates).mul_(x)
+
+    def gate_rows(self, x: Tensor, inputs: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        # Not side by side: torch then computes one by one, so that a row gets the same bits in each batch.
+        logits = torch.empty_strided((len(x), 1), (2, 1), dtype=inputs.dtype, device=inputs.device)
+        shares = torch.sigmoid(torch.sum(inputs * gate, -1, keepdim=True, out=logits))
+        return x * shares, shares
 
     def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         shares = torch.sigmoid(gates)

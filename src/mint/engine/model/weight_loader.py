@@ -21,6 +21,7 @@ from mint.engine.model.weights import (
     LayerWeights,
     MixtureWeights,
     MlpWeights,
+    SharedExpertWeights,
 )
 from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, join_outputs, keep_fp8, quantize
 from mint.errors import InvalidRequestError
@@ -145,30 +146,37 @@ class _Loader:
         # The router is in float32: with inputs rounded to bfloat16, another of two near experts would be chosen.
         name, shape = f"{prefix}.{tensors.router}", (mixture.count, self._config.hidden_size)
         router = self._operations.matrix(self.take(f"{name}.weight", shape))
-        if tensors.stacked:
-            bias = self.take(f"{name}.bias", (mixture.count,))
-            return MixtureWeights(router, self._stacked_experts(f"{prefix}.experts", mixture), bias)
-        experts = [
-            self._mlp(f"{prefix}.experts.{expert}", mixture.intermediate_size) for expert in range(mixture.count)
-        ]
+        bias = self.take(f"{name}.bias", (mixture.count,)) if tensors.biases else None
+        own = f"{prefix}.experts"
+        if tensors.stacked and f"{own}.0.down_proj.weight" not in self._left:
+            experts = self._stacked_experts(own, mixture, tensors)
+        else:
+            experts = [self._mlp(f"{own}.{expert}", mixture.intermediate_size) for expert in range(mixture.count)]
         self._operations.release_memory()  # the gaps that so many pieces leave would come to a third of the model
-        return MixtureWeights(router, experts)
+        return MixtureWeights(router, experts, bias, self._shared_expert(prefix, mixture))
 
-    def _stacked_experts(self, prefix: str, mixture: ExpertsConfig) -> list[MlpWeights]:
+    def _stacked_experts(self, prefix: str, mixture: ExpertsConfig, tensors: ExpertTensors) -> list[MlpWeights]:
         hidden, inner, count = self._config.hidden_size, mixture.intermediate_size, mixture.count
-        wide, narrow = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-        gate_up, down = self._pop(wide, (count, hidden, 2 * inner)), self._pop(narrow, (count, inner, hidden))
-        gate_up_bias = self.take(f"{wide}_bias", (count, 2 * inner))
-        down_bias = self.take(f"{narrow}_bias", (count, hidden))
+        shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        stored, biases = [], []
+        for part, shape in shapes.items():
+            name = f"{prefix}.{part}_proj"
+            stored.append(self._pop(name, (count, *(reversed(shape) if tensors.inputs_first else shape))))
+            biases.append(self.take(f"{name}_bias", (count, shape[0])) if tensors.biases else [None] * count)
         experts = []
         for expert in range(count):  # one after the other: all of a layer in float32 would take gigabytes
-            matrices = (
-                self._layout(self._read(stored, self._operations.dtype, expert).t().contiguous())
-                for stored in (gate_up, down)
-            )
-            experts.append(MlpWeights(*matrices, gate_up_bias[expert], down_bias[expert]))
+            read = [self._read(tensor, self._operations.dtype, expert) for tensor in stored]
+            gate_up, down = (self._layout(own.t().contiguous() if tensors.inputs_first else own) for own in read)
+            experts.append(MlpWeights(gate_up, down, *(bias[expert] for bias in biases)))
             self._operations.release_memory()
         return experts
+
+    def _shared_expert(self, prefix: str, mixture: ExpertsConfig) -> SharedExpertWeights | None:
+        width = mixture.shared_intermediate_size
+        if width is None:
+            return None
+        gate = self.take(f"{prefix}.shared_expert_gate.weight", (1, self._config.hidden_size))
+        return SharedExpertWeights(self._mlp(f"{prefix}.shared_expert", width), gate[0])
 
     def _mlp(self, prefix: str, inner: int) -> MlpWeights:
         hidden = self._config.hidden_size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mint.engine.lora import UNEMBED, Site
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.protocol import LoraSpec
 
@@ -30,12 +30,22 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class SharedExpertWeights:
+    """The expert of a mixture that computes all rows, and the vector, in float32, whose product with a row's input is
+    the gate of its result."""
+
+    mlp: MlpWeights
+    gate: Tensor  # [E]
+
+
+@dataclass(frozen=True)
 class MixtureWeights:
     """A mixture of experts, each an MLP, and the matrix that chooses among them, in float32."""
 
     router: Matrix  # [experts, E]
     experts: list[MlpWeights]
     router_bias: Tensor | None = None  # [experts]
+    shared: SharedExpertWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,8 @@ class AttentionWeights:
 @dataclass(frozen=True)
 class DeltaNetWeights:
     """A gated delta net: the matrices in the base's dtype, the rest in float32. `inputs` has the rows of query, key and
-    value, then those of the output gate, of beta and of the decay."""
+    value, then those of the output gate, of beta and of the decay; or all of them sorted by key head, as checkpoints
+    have them."""
 
     inputs: Matrix  # [C + U + 2·N, E]
     taps: Tensor  # [K, C]: the convolution, the oldest row first
@@ -89,7 +100,7 @@ class BaseWeights:
 
     @property
     def matrices(self) -> dict[str, Matrix]:
-        """The matrices of the layers outside of experts, by the name of their site."""
+        """The matrices of the layers, but for those of experts that the router chooses, by the name of their site."""
         found: dict[str, Matrix] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer.mixer, AttentionWeights):
@@ -98,6 +109,9 @@ class BaseWeights:
                 found |= {f"{index}.in": layer.mixer.inputs, f"{index}.o": layer.mixer.o}
             if isinstance(layer.mlp, MlpWeights):
                 found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
+            elif layer.mlp.shared is not None:
+                name, mlp = shared_site(index), layer.mlp.shared.mlp
+                found |= {f"{name}.gate_up": mlp.gate_up, f"{name}.down": mlp.down}
         return found
 
 
@@ -111,11 +125,9 @@ def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
         if lora.train_attn:
             sites += _mixer_sites(config, layer)
         if lora.train_mlp and mixture is None:
-            sites += _mlp_sites(config, str(layer), mlp, config.intermediate_size)
+            sites += _mlp_sites(config, str(layer), mlp, config.intermediate_size, is_one=config.family.fused)
         elif lora.train_mlp and mixture is not None:
-            for expert in range(mixture.count):
-                name = expert_site(layer, expert)
-                sites += _mlp_sites(config, name, f"{mlp}.experts.{expert}", mixture.intermediate_size)
+            sites += _mixture_sites(config, layer, mlp, mixture)
     if lora.train_unembed:
         sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
     return sites
@@ -138,13 +150,30 @@ def _mixer_sites(config: DecoderConfig, layer: int) -> list[Site]:
     ]
 
 
+def _mixture_sites(config: DecoderConfig, layer: int, module: str, mixture: ExpertsConfig) -> list[Site]:
+    """Those of the experts in their order, then those of the expert that all rows share."""
+    is_one = config.family.experts is not None and config.family.experts.stacked
+    sites = []
+    for expert in range(mixture.count):
+        own = f"{module}.experts.{expert}"
+        sites += _mlp_sites(config, expert_site(layer, expert), own, mixture.intermediate_size, is_one=is_one)
+    width = mixture.shared_intermediate_size
+    if width is not None:
+        sites += _mlp_sites(config, shared_site(layer), f"{module}.shared_expert", width, is_one=False)
+    return sites
+
+
 def expert_site(layer: int, expert: int) -> str:
     """The prefix of the names of an expert's sites."""
     return f"{layer}.experts.{expert}"
 
 
-def _mlp_sites(config: DecoderConfig, name: str, module: str, inner: int) -> list[Site]:
-    is_one = config.family.fused or (config.family.experts is not None and config.family.experts.stacked)
+def shared_site(layer: int) -> str:
+    """The prefix of the names of the sites of the expert that all rows share."""
+    return f"{layer}.shared"
+
+
+def _mlp_sites(config: DecoderConfig, name: str, module: str, inner: int, *, is_one: bool) -> list[Site]:
     sizes = {"gate": inner, "up": inner}
     gate_up = _fused_site(f"{name}.gate_up", module, sizes, config.hidden_size, is_one=is_one)
     return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (config.hidden_size,))]

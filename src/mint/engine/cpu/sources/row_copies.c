@@ -24,6 +24,25 @@ int take_rows(const TakeRows *in, int64_t first, int64_t last) {
 }
 
 typedef struct {
+    const float *x;
+    const int64_t *order;
+    int64_t height, width;
+    float *out;
+} TakeColumns;
+
+/* out [T, width] = the columns `order` of x [T, height]. */
+int take_columns(const TakeColumns *in, int64_t first, int64_t last) {
+    for (int64_t i = 0; i < in->width; i++)
+        if (in->order[i] < 0 || in->order[i] >= in->height) return 3;
+    for (int64_t t = first; t < last; t++) {
+        const float *x = in->x + t * in->height;
+        float *out = in->out + t * in->width;
+        for (int64_t i = 0; i < in->width; i++) out[i] = x[in->order[i]];
+    }
+    return 0;
+}
+
+typedef struct {
     const char *x;
     int64_t width;
     float *out;

@@ -182,6 +182,26 @@ int gate(const Gate *in, int64_t first, int64_t last) {
 }
 
 typedef struct {
+    const float *x, *inputs, *gate;
+    int64_t width, hidden;
+    float *out, *shares;
+} GateRows;
+
+/* out [T, width] = x * share, with one share = sigmoid(inputs . gate) for each row of inputs [T, hidden]; shares [T]. */
+int gate_rows(const GateRows *in, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+        const float *own = in->inputs + t * in->hidden;
+        vf total = {0}, rest;
+        for (int64_t i = 0; i < in->hidden; i += LANES) total += *(const vf *)(own + i) * *(const vf *)(in->gate + i);
+        vf share = sigmoid((vf){0} + sum(total), &rest);
+        for (int64_t i = 0; i < in->width; i += LANES)
+            *(vf *)(in->out + t * in->width + i) = *(const vf *)(in->x + t * in->width + i) * share;
+        in->shares[t] = share[0];
+    }
+    return 0;
+}
+
+typedef struct {
     const float *grad, *x, *gates;
     int64_t width;
     float *out, *gates_out;
