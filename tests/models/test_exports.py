@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
-from small_models import FAMILIES, write_model, write_qwen_with_images
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM
+from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_qwen_with_images
+from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
@@ -110,12 +110,12 @@ def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
 
 
-@pytest.mark.parametrize("shape", ["tied", "untied"])
-def test_the_text_model_of_one_with_images_is_trained_and_exported(tmp_path: Path, shape: str) -> None:
+@pytest.mark.parametrize(("family", "shape"), itertools.product(QWENS_WITH_IMAGES, ["tied", "untied"]))
+def test_the_text_model_of_one_with_images_is_trained_and_exported(tmp_path: Path, family: str, shape: str) -> None:
     import peft  # deferred: loading it takes seconds, in every worker
 
     base = tmp_path / "base"
-    write_qwen_with_images(base, shape)
+    write_qwen_with_images(base, shape, family=family)
     engine, lora = _train(base, (True, True, True))
     assert engine.load_base("base", "").settings["implementation"] == "mint"
     weights = engine.read_state("m").weights
@@ -126,18 +126,39 @@ def test_the_text_model_of_one_with_images_is_trained_and_exported(tmp_path: Pat
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
     write_merged(tmp_path / "merged", base, weights, scale=32 / 8)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert type(merged) is Qwen3_5ForCausalLM
+    assert merged.config.model_type == f"{family}_text"
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
-def test_a_mixture_with_dense_layers_is_merged_with_the_same_logits(tmp_path: Path) -> None:
+def test_experts_that_transformers_stored_one_by_one_come_back_as_they_went(tmp_path: Path) -> None:
+    """They are more than ten, which their names do not sort by number."""
     parts = (False, True, False)
-    engine, _ = _trained(tmp_path / "base", "untied", parts, family="qwen3_moe", mlp_only_layers=[1])
+    engine, lora = _trained(tmp_path / "base", "untied", parts, family="qwen3_5_moe_text", experts_apart=True)
+    weights = engine.read_state("m").weights
+    unsorted = {name: weights[name] for name in sorted(weights)}
+    write_peft(tmp_path / "adapter", unsorted, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
+    _, back = _read(tmp_path / "adapter", tmp_path / "base")
+    assert all(np.array_equal(back[name], array) for name, array in weights.items())
+    write_merged(tmp_path / "merged", tmp_path / "base", weights, scale=32 / 8)
+    assert np.abs(_ours(engine) - _theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))).max() <= 1e-4
+
+
+def test_a_mixture_with_dense_layers_gives_the_same_logits_in_peft_and_in_transformers(tmp_path: Path) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
+    parts = (False, True, False)
+    engine, lora = _trained(tmp_path / "base", "untied", parts, family="qwen3_moe", mlp_only_layers=[1])
     weights = engine.read_state("m").weights
     assert {f"model.layers.{place}.up_proj.lora_A.weight" for place in ("1.mlp", "0.mlp.experts.5")} <= weights.keys()
     write_merged(tmp_path / "merged", tmp_path / "base", weights, scale=32 / 8)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
+    write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert np.abs(_ours(engine) - _theirs(adapted)).max() <= 1e-4
+    _, back = _read(tmp_path / "adapter", tmp_path / "base")
+    assert all(np.array_equal(back[name], array) for name, array in weights.items())
 
 
 def test_a_bfloat16_base_is_merged_in_float32(tmp_path: Path) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from mint.errors import CheckpointError
+from mint.models.expert_layers import LayersOfTensor, layers_of
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import module_names, stacked_modules
+from mint.models.peft_format import module_names
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}
@@ -41,16 +42,15 @@ def write_merged(
     if "lm_head.lora_A.weight" in weights and config.get("tie_word_embeddings", False):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         config["tie_word_embeddings"] = False
-    stacked = {name: stacked_modules(name, tensors) for name in tensors}
-    known = tensors.keys() | {f"{module}.weight" for modules in stacked.values() for module in modules}
-    unknown = [module for module in module_names(weights) if f"{module}.weight" not in known]
+    layers = {name: layers_of(name, tensor.shape, config) for name, tensor in tensors.items()}
+    known = {name for found in layers.values() for name in found.names}
+    unknown = [module for module in module_names(weights) if module not in known]
     if unknown:
         raise CheckpointError(f"the base model in {base} has no layer {unknown[0]}")
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     merged = {
-        name: _round(name, _merge(name, tensor, stacked[name], weights, scale), dtype)
-        for name, tensor in tensors.items()
+        name: _round(name, _merge(tensor, layers[name], weights, scale), dtype) for name, tensor in tensors.items()
     }
     write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
     for path in base.iterdir():
@@ -91,22 +91,26 @@ def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
     return merged.astype(np.float16)
 
 
-def _merge(
-    name: str, stored: StoredTensor, modules: Sequence[str], weights: Mapping[str, np.ndarray], scale: float
-) -> np.ndarray:
-    """The tensor with its lora, or those of the `modules` that are its parts."""
+def _merge(stored: StoredTensor, layers: LayersOfTensor, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+    """The tensor with the loras of the layers that it holds."""
     own: np.ndarray = stored.read().float().numpy()
-    if not modules:
-        return _add(own, name.removesuffix(".weight"), weights, scale)
-    return np.stack([_add(own[expert].T, module, weights, scale).T for expert, module in enumerate(modules)])
+    if not layers.is_stacked:
+        return _add(own, layers.names[0], weights, scale, layers.part)
+    if layers.inputs_first:
+        own = own.swapaxes(1, 2)
+    merged = np.stack([_add(part, name, weights, scale) for name, part in zip(layers.names, own, strict=True)])
+    return np.ascontiguousarray(merged.swapaxes(1, 2)) if layers.inputs_first else merged
 
 
-def _add(own: np.ndarray, module: str, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
-    """A layer's matrix [outputs, inputs] with its lora, if it has one."""
-    a = weights.get(f"{module}.lora_A.weight")
-    b = weights.get(f"{module}.lora_B.weight")
+def _add(
+    own: np.ndarray, layer: str, weights: Mapping[str, np.ndarray], scale: float, part: tuple[int, int] = (0, 1)
+) -> np.ndarray:
+    """A matrix [outputs, inputs] with the lora of its layer, if it has one; the matrix is a `part` of the layer's."""
+    a = weights.get(f"{layer}.lora_A.weight")
+    b = weights.get(f"{layer}.lora_B.weight")
     if a is None or b is None:
         return own
-    if (b.shape[0], a.shape[1]) != own.shape or a.shape[0] != b.shape[1]:
-        raise CheckpointError(f"the lora of {module} has shapes {a.shape} and {b.shape}, the base {own.shape}")
-    return own + np.float32(scale) * (b @ a)
+    number, count = part
+    if (b.shape[0], a.shape[1]) != (count * own.shape[0], own.shape[1]) or a.shape[0] != b.shape[1]:
+        raise CheckpointError(f"the lora of {layer} has shapes {a.shape} and {b.shape}, the base {own.shape}")
+    return own + np.float32(scale) * (b[number * len(own) : (number + 1) * len(own)] @ a)

@@ -2,7 +2,7 @@
 
 Arrays are named as mint names them everywhere: `{module}.lora_A.weight` [r, inputs], `{module}.lora_B.weight` [outputs,
 r]. This is the one place that knows PEFT's own names. Where a checkpoint has the experts of a layer in one tensor
-(GPT-OSS), PEFT has their loras in one, too: A [experts · r, inputs], B [outputs, r · experts].
+(GPT-OSS, Qwen3.5-MoE), PEFT has their loras in one, too: A [experts · r, inputs], B [outputs, r · experts].
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mint.errors import CheckpointError, InvalidRequestError
+from mint.models.expert_layers import layers_of
 from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 from mint.models.untrusted_tensors import UntrustedTensor, UntrustedTensors
@@ -28,8 +29,8 @@ UNEMBED = "lm_head"
 _PREFIX = "base_model.model."
 _EMBEDDING = "model.embed_tokens"
 _LAYER = re.compile(
-    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.(?:[qkvo]|qkv)_proj|linear_attn\.(?:in_proj_(?:qkv|z|b|a)|out_proj))"
-    r"|(?P<mlp>mlp\.(?:experts\.\d{1,4}\.)?(?:gate|up|gate_up|down)_proj))",
+    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.(?:[qkvo]|qkv)_proj|linear_attn\.(?:in_proj_(?:qkvz?|z|ba?|a)|out_proj))"
+    r"|(?P<mlp>mlp\.(?:experts\.\d{1,4}\.|shared_expert\.)?(?:gate|up|gate_up|down)_proj))",
     re.ASCII,
 )
 _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_layer\.)?weight", re.ASCII)
@@ -39,12 +40,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """The name of an expert that has layers of its own, within a path."""
 
+_EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
+"""The last names of layers that PEFT takes for those of experts, wherever they are in a mixture."""
+
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """The tensors of experts that are stacked, as `target_parameters`: PEFT wraps the module first for one, then for the
 other, so that the first one's lora has `base_layer` in its name."""
 
 _STACKED_EXPERT = re.compile(
-    r"(?P<experts>model\.layers\.\d{1,4}\.mlp\.experts)\.\d+\.(?P<layer>gate_up|down)_proj\.lora_(?P<half>[AB])\.weight",
+    r"(?P<experts>model\.layers\.\d{1,4}\.mlp\.experts)\.(?P<expert>\d+)\.(?P<layer>gate_up|down)_proj\.lora_(?P<half>[AB])\.weight",
     re.ASCII,
 )
 _STACKED_LORA = re.compile(
@@ -114,6 +118,10 @@ def config_json(
 ) -> bytes:
     """The content of adapter_config.json; PEFT loads `base_model` first. `parameters` are those outside of linear
     layers that have a lora."""
+    modules = sorted(modules)
+    beside = _beside_experts(modules, has_experts=bool(parameters))
+    named = {name.rsplit(".", 1)[-1] for name in modules if name not in beside}
+    whole = [*parameters, *(f"{name}.weight" for name in beside)]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,8 +129,8 @@ def config_json(
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in modules}),
-        **({"target_parameters": list(parameters)} if parameters else {}),
+        "target_modules": sorted(named),
+        **({"target_parameters": whole} if whole else {}),
         "bias": "none",
         "modules_to_save": None,
         "use_rslora": False,
@@ -134,13 +142,8 @@ def config_json(
 
 
 def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, alpha: float, base_model: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors.
-
-    Raises:
-        CheckpointError: PEFT would put these loras on other layers, too.
-    """
+    """Writes adapter_config.json and adapter_model.safetensors."""
     modules = module_names(weights)
-    _require_clear(modules)
     parameters = _STACKED if any(_EXPERT.search(name) and name.endswith(".gate_up_proj") for name in modules) else ()
     if parameters:
         weights = _stack(weights)
@@ -151,16 +154,17 @@ def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, al
 
 
 def _stack(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The loras of a layer's experts as one. `weights` has the experts of a layer in order."""
+    """The loras of a layer's experts as one."""
     found: dict[str, np.ndarray] = {}
-    parts: dict[tuple[str, str, str], list[np.ndarray]] = {}
+    parts: dict[tuple[str, str, str], dict[int, np.ndarray]] = {}
     for name, array in weights.items():
         match = _STACKED_EXPERT.fullmatch(name)
         if match is None:
             found[name] = array
         else:
-            parts.setdefault((match["experts"], match["layer"], match["half"]), []).append(array)
-    for (experts, layer, half), arrays in parts.items():
+            parts.setdefault((match["experts"], match["layer"], match["half"]), {})[int(match["expert"])] = array
+    for (experts, layer, half), numbered in parts.items():
+        arrays = [numbered[expert] for expert in sorted(numbered)]
         inner = ".base_layer" if layer == "gate_up" else ""
         joined = np.concatenate(arrays) if half == "A" else np.stack(arrays, axis=-1).reshape(len(arrays[0]), -1)
         found[f"{experts}{inner}.lora_{half}.weight"] = joined
@@ -180,19 +184,19 @@ def _unstack(name: str, array: np.ndarray, rank: int) -> dict[str, np.ndarray]:
     }
 
 
-def _require_clear(modules: Sequence[str]) -> None:
-    """Refuses layers beside experts that are stored together: by their last names, PEFT takes them for the experts."""
-    if any(_EXPERT.search(name) for name in modules):
-        return  # each expert is named
+def _beside_experts(modules: Sequence[str], *, has_experts: bool) -> list[str]:
+    """The MLP layers beside experts: dense ones, and those of a shared expert. `has_experts`: there are experts
+    that `modules` does not have.
+
+    By their last names as `target_modules`, PEFT would take them for the experts. As `target_parameters` it finds them.
+    """
     kinds: dict[str, set[str]] = {}
     for name in modules:
         kinds.setdefault(name.rsplit(".", 1)[-1], set()).add(_NUMBER.sub("N", name))
-    for last in ("gate_proj", "up_proj", "down_proj"):
-        if "shared_expert" in str(kinds.get(last)) or len(kinds.get(last, ())) > 1:
-            raise CheckpointError(
-                f"PEFT would put the loras of {last} on the experts of this model, too",
-                remedy="Export with --format hf, or train with train_mlp=False",
-            )
+    mlps = [found for last, found in kinds.items() if last in _EXPERT_LAYERS]
+    if not has_experts and not any(len(found) > 1 or "expert" in str(found) for found in mlps):
+        return []
+    return [name for name in modules if name.endswith(_EXPERT_LAYERS) and not _EXPERT.search(name)]
 
 
 def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
@@ -232,7 +236,7 @@ def read_config(text: bytes) -> PeftConfig:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise _refused(CONFIG_FILE, "does not describe a PEFT lora (peft_type LORA)", "Send the file that PEFT wrote")
     for key, meaning in _CHANGES_FUNCTION.items():
-        if config.get(key) and not (key == "target_parameters" and config[key] == list(_STACKED)):
+        if config.get(key) and not (key == "target_parameters" and _are_layers(config[key])):
             raise _refused(
                 key, f"is not supported: {meaning}", "Merge it into the base, or train a plain lora", config[key]
             )
@@ -252,28 +256,29 @@ def read_config(text: bytes) -> PeftConfig:
     return PeftConfig(rank, float(alpha), base if isinstance(base, str) else "")
 
 
+def _are_layers(parameters: object) -> bool:
+    """Whether `target_parameters` are the weights of layers, and those of the experts that are stored together."""
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        return False
+    return [name for name in parameters if not name.endswith(".weight")] in ([], list(_STACKED))
+
+
 def base_layers(folder: ModelFolder) -> dict[str, Layer]:
     """The layers of a base model that can have a lora, with their shapes, from the headers of its files."""
     tensors = folder.tensors()
     layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name.removesuffix(".weight"))
-        if match is not None and len(tensor.shape) == 2:
-            layers[name.removesuffix(".weight")] = Layer(match.lastgroup or "", *tensor.shape)
-        layers |= {module: Layer("mlp", *tensor.shape[:0:-1]) for module in stacked_modules(name, tensors)}
+        found = layers_of(name, tensor.shape, folder.config)
+        match = _LAYER.fullmatch(found.names[0])
+        shape = tensor.shape[found.is_stacked :]
+        if match is not None and len(shape) == 2:
+            outputs, inputs = reversed(shape) if found.inputs_first else shape
+            layer = Layer(match.lastgroup or "", outputs * found.part[1], inputs)
+            layers |= dict.fromkeys(found.names, layer)
     unembed = tensors.get(f"{UNEMBED}.weight", tensors.get(f"{_EMBEDDING}.weight"))
     if unembed is not None:
         layers[UNEMBED] = Layer("unembed", *unembed.shape)
     return layers
-
-
-def stacked_modules(name: str, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """The layers of single experts, in order, whose matrices are the parts of tensor `name` [experts, inputs, outputs].
-    None but GPT-OSS's, which alone have biases: other families stack [outputs, inputs]."""
-    if not name.endswith(_STACKED) or f"{name}_bias" not in tensors:
-        return []
-    experts, last = name.rsplit(".", 1)
-    return [f"{experts}.{expert}.{last}" for expert in range(tensors[name].shape[0])]
 
 
 def read_weights(file: BinaryIO, config: PeftConfig, base: ModelFolder) -> dict[str, np.ndarray]:
