@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from mint.rl.tasks.tool_call_formats import parse_tool_calls
 from mint.rl.tasks.tool_calls import as_text
 from mint.runs.json_lines import encode_line
 from mint.sandbox import Limits, same_value, value_text
 from mint.sandbox.value_encoding import encode
 from mint.sandbox.zygote_pool import read_header, read_outcome
+from mint.types.tool_call_formats import parse_tool_calls
 
 LIMITS = Limits()
 NONCE = "0123456789abcdef"

@@ -41,8 +41,10 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("suffix", "."), ("logit_bias", {"1": 2}), ("presence_penalty", 0.5), ("frequency_penalty", 0.5),
-        ("best_of", 3), ("min_p", 0.1), ("guided_regex", "a+"), ("structured_outputs", {}),
+        ("suffix", "."), ("logit_bias", {"1": 200}), ("presence_penalty", 2.5), ("frequency_penalty", -3.0),
+        ("best_of", 3), ("min_p", 1.5),
+        ("min_tokens", 5000), ("logit_bias", {"a": 1}), ("allowed_token_ids", []), ("prompt_logprobs", 21),
+        ("guided_regex", "a+"), ("structured_outputs", {}),
         ("n", 0), ("n", 129), ("max_tokens", -1), ("max_tokens", "1"), ("max_tokens", 5000), ("temperature", -1),
         ("temperature", "hot"), ("top_p", 0), ("top_p", 2), ("top_k", -2), ("seed", 1.5), ("stop", [""]),
         ("stop", ["a"] * 65), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [10**30]),
@@ -73,7 +75,7 @@ def test_a_completion_that_cannot_be_is_refused_by_its_field(http: httpx.Client,
         ("modalities", ["audio"]), ("parallel_tool_calls", False), ("logprobs", 3), ("top_logprobs", 3),
         ("max_tokens", 0), ("max_completion_tokens", 0), ("chat_template_kwargs", {"tokenize": True}),
         ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}), ("chat_template_kwargs", {"messages": []}),
-        ("chat_template_kwargs", {"conversations": []}), ("prompt_logprobs", 1),
+        ("chat_template_kwargs", {"conversations": []}), ("prompt_logprobs", 21),
     ],
 )  # fmt: skip
 def test_a_chat_that_cannot_be_is_refused_by_its_field(http: httpx.Client, field: str, value: Any) -> None:

@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from mint.models.registry import BUNDLED
 from mint.server.openai.detokenizer import Detokenizer, Vocabulary, read_vocabulary
-from mint.server.openai.tool_parser import ToolParser
+from mint.server.openai.schemas import ChatTool, FunctionDefinition
+from mint.server.openai.tool_parser import tool_parser
+from mint.types.tool_call_formats import ToolCallFormat
 
+TOOLS = [
+    ChatTool(
+        type="function",
+        function=FunctionDefinition(
+            name="f", parameters={"properties": {"x": {"type": "integer"}, "place": {"type": "string"}}}
+        ),
+    )
+]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -64,14 +74,17 @@ def test_a_stop_string_may_be_a_token_that_is_no_text() -> None:
     assert "".join(stream(tokens, ("<tool_response>",))) == "Seven."
 
 
-def read(text: str, sizes: int, *, is_thinking: bool = False) -> tuple[str, list[tuple[str, dict[str, object]]]]:
-    reader = ToolParser(is_thinking=is_thinking)
+def read(
+    text: str, sizes: int, *, is_thinking: bool = False, written_as: ToolCallFormat = "hermes"
+) -> tuple[str, list[tuple[str, dict[str, object]]]]:
+    reader = tool_parser(written_as, TOOLS, is_thinking=is_thinking)
     said, calls = "", []
     for start in range(0, len(text), sizes):
         piece, found = reader.push(text[start : start + sizes])
         said += piece
         calls += found
-    return said + reader.close(), [(call.name, json.loads(call.arguments)) for call in calls]
+    piece, found = reader.close()
+    return said + piece, [(call.name, json.loads(call.arguments)) for call in [*calls, *found]]
 
 
 F = ("f", {"x": 1})
@@ -102,6 +115,39 @@ CASES = {
 def test_calls_are_read_alike_however_the_text_arrives(case: str, sizes: int) -> None:
     text, said, calls = CASES[case]
     assert read(text, sizes) == (said, calls)
+
+
+OF_LLAMA = '{"name": "f", "parameters": {"x": 1}}'
+OTHER_FORMATS: dict[str, tuple[ToolCallFormat, str, str, list[object]]] = {
+    "Qwen3-Coder": (
+        "hermes",
+        "So:\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=place>\n12\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "So:",
+        [("f", {"x": 1, "place": "12"})],
+    ),
+    "Llama, a whole reply": ("llama", OF_LLAMA, "", [F]),
+    "Llama, after its tag": ("llama", 'Ok<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "Ok", [F]),
+    "Llama, several": (
+        "llama",
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x": 1}}',
+        "",
+        [F, F],
+    ),
+    "Llama, named": ("llama", 'I call <function=f>{"x": 1}</function>', "I call ", [F]),
+    "Llama, an answer in JSON": ("llama", '{"answer": 3}', '{"answer": 3}', []),
+    "Llama, words": ("llama", "x < y {1}", "x < y {1}", []),
+    "Mistral": ("mistral", 'Yes[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', "Yes", [F]),
+    "Mistral, named": ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]f[ARGS]{"x": 1}', "", [F, F]),
+    "Mistral, broken": ("mistral", "[TOOL_CALLS][{", "[TOOL_CALLS][{", []),
+}
+
+
+@pytest.mark.parametrize("sizes", [1, 3, 7, 1000])
+@pytest.mark.parametrize("case", OTHER_FORMATS)
+def test_calls_in_the_formats_of_other_families_are_read(case: str, sizes: int) -> None:
+    written_as, text, said, calls = OTHER_FORMATS[case]
+    assert read(text, sizes, written_as=written_as) == (said, calls)
 
 
 def test_a_call_in_a_reasoning_block_that_the_prompt_has_opened_does_not_count() -> None:

@@ -24,9 +24,9 @@ from mint.rl.reward import Reward
 from mint.rl.rollout import Rollout
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.search import Search
-from mint.rl.tasks.tool_call_formats import ToolCallFormat, parse_tool_calls, tool_call_format
 from mint.rl.tasks.tool_calls import ToolError, as_text, tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
+from mint.types.tool_call_formats import ToolCallFormat, parse_tool_calls, tool_call_format
 
 
 @tool

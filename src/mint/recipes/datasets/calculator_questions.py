@@ -11,7 +11,7 @@ import random
 
 from mint.recipes.datasets.arithmetic import Problem
 from mint.rl.tasks.calculator import calculator
-from mint.rl.tasks.tool_call_formats import CALL_CLOSE, CALL_OPEN
+from mint.types.tool_call_formats import CALL_CLOSE, CALL_OPEN
 
 SHORT_SYSTEM = "You have a calculator."
 TOOLS_INTRO = "# Tools\n\nYou may call one of these functions:\n<tools>\n"

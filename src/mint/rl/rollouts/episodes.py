@@ -25,8 +25,8 @@ from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, RolloutSto
 from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
-from mint.rl.tasks.tool_call_formats import parse_tool_calls
 from mint.types import ModelInput, SampledSequence, SamplingParams
+from mint.types.tool_call_formats import parse_tool_calls
 
 
 @dataclass(frozen=True)

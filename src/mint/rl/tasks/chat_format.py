@@ -15,7 +15,7 @@ from mint.errors import InvalidRequestError
 from mint.rl.finding import Finding
 from mint.rl.message_env import Message
 from mint.rl.tasks.chat_options import template_text
-from mint.rl.tasks.tool_call_formats import tool_call_format
+from mint.types.tool_call_formats import tool_call_format
 
 MARKER = "MARKER7c1f0a93"
 """Rendered in place of a reply to find the text around it; no template trims or escapes letters and digits."""

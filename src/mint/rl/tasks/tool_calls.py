@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_type_hints
@@ -13,6 +12,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from mint.errors import InvalidRequestError, MintError
+from mint.types.tool_call_formats import typed_arguments
 
 MAX_COMPLAINT_CHARACTERS = 1000
 """The most that the policy reads about bad arguments, whose names it has written itself."""
@@ -47,16 +47,8 @@ class Tool:
         return self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
 
     def typed(self, texts: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that were all written as texts, with the types of the schema: the text of a number, a list, … is
-        read as JSON. What is not JSON stays a text, and `call` refuses it."""
-        properties = self.schema["function"]["parameters"]["properties"]
-        arguments: dict[str, Any] = {}
-        for name, text in texts.items():
-            arguments[name] = text
-            if properties.get(name, {}).get("type") != "string":
-                with suppress(ValueError, RecursionError):
-                    arguments[name] = json.loads(text)
-        return arguments
+        """Arguments that were all written as texts, with the types of the schema; `call` refuses what does not fit."""
+        return typed_arguments(texts, self.schema["function"]["parameters"]["properties"])
 
 
 def tool(function: Callable[..., Any]) -> Tool:

@@ -19,8 +19,8 @@ from mint.rl.calls.user_call import CallResult, timed_out
 from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
-from mint.rl.tasks.tool_call_formats import ToolCall, parse_tool_calls, without_reasoning
 from mint.rl.tasks.tool_calls import Tool, ToolError, as_text
+from mint.types.tool_call_formats import ToolCall, parse_tool_calls, without_reasoning
 
 Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
 """(final text, tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""

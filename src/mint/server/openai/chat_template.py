@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from queue import LifoQueue
@@ -16,7 +17,7 @@ from typing import Any
 from mint.errors import InvalidRequestError, OverloadedError
 from mint.models.registry import BUNDLED
 from mint.server.child_process import ChildProcess
-from mint.server.openai.schemas import ChatMessage, ChatRequest
+from mint.server.openai.schemas import ChatMessage, ChatRequest, ChatTool
 from mint.tokenizer import load_tokenizer
 
 LIMIT_S = 10.0
@@ -56,7 +57,7 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
     tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None
     variables = request.chat_template_kwargs
     try:
-        template = tokenizer.get_chat_template(tools=tools)
+        template = template_text(tokenizer, request.offered_tools)
         if template in _bundled_templates():
             return tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
@@ -82,6 +83,11 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
     if "error" in found:
         raise _refusal(request, found["error"])
     return found["text"]
+
+
+def template_text(tokenizer: Any, tools: Sequence[ChatTool]) -> str:
+    """The template that renders a conversation; a model may have one of its own for conversations with tools."""
+    return tokenizer.get_chat_template(tools=[tool.model_dump(exclude_none=True) for tool in tools] or None)
 
 
 def _refusal(request: ChatRequest, reason: str) -> InvalidRequestError:

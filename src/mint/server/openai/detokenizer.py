@@ -74,8 +74,12 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 class Detokenizer:
     """The text of one choice. After a stop string it gives no more text."""
 
-    def __init__(self, vocabulary: Vocabulary, hidden: frozenset[int], stops: Sequence[str] = ()) -> None:
-        """`hidden` tokens give no text, but may be part of a stop string."""
+    def __init__(
+        self, vocabulary: Vocabulary, hidden: frozenset[int], stops: Sequence[str] = (), *, min_tokens: int = 0
+    ) -> None:
+        """`hidden` tokens give no text, but may be part of a stop string. The text of the first `min_tokens` tokens is
+        part of none."""
+        self._early = min_tokens
         self._vocabulary = vocabulary
         self._hidden = hidden
         self._stops = [stop.encode() for stop in stops]
@@ -96,6 +100,9 @@ class Detokenizer:
             return ""
         self._raw += piece
         self._shown += bytes([shown]) * len(piece)
+        if self._early:
+            self._early -= 1
+            return self._release(len(self._raw))
         found = [place for place in map(self._raw.find, self._stops) if place >= 0]
         if found:
             self._has_ended = True

@@ -17,7 +17,7 @@ from typing import Literal
 from mint.server.openai.detokenizer import Detokenizer
 from mint.server.openai.generation_requests import GenerationRequest
 from mint.server.openai.schemas import FunctionCall
-from mint.server.openai.tool_parser import ToolParser
+from mint.server.openai.tool_parser import tool_parser
 from mint.server.service.service import Service
 from mint.types import ModelInput, SampleResponse
 from mint.wire.requests import SampleRequest
@@ -50,6 +50,8 @@ class ChoiceDelta:
     echoed: list[SampledToken] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
     finish: Finish | None = None
+    prompt: list[SampledToken] | None = None
+    """The prompt's tokens, where their logprobs were asked for by themselves."""
 
 
 class _Choice:
@@ -57,14 +59,23 @@ class _Choice:
 
     def __init__(self, generation: GenerationRequest, index: int) -> None:
         self._index = index
-        self._detokenizer = Detokenizer(generation.vocabulary, generation.hidden, generation.stops)
-        self._tool_parser = ToolParser(is_thinking=generation.is_thinking) if generation.reads_calls else None
+        least = generation.params.min_tokens
+        self._detokenizer = Detokenizer(generation.vocabulary, generation.hidden, generation.stops, min_tokens=least)
+        self._tool_parser = None
+        if generation.tools:
+            self._tool_parser = tool_parser(
+                generation.call_format, generation.tools, is_thinking=generation.is_thinking
+            )
         self.count = 0
 
     def echo(self, text: str, prompt: list[SampledToken]) -> ChoiceDelta:
         """The prompt as the beginning of the text."""
         self._detokenizer.offset = len(text)
         return ChoiceDelta(self._index, text, echoed=prompt)
+
+    def score_prompt(self, prompt: list[SampledToken]) -> ChoiceDelta:
+        """The prompt's logprobs, which are no part of the text."""
+        return ChoiceDelta(self._index, prompt=prompt)
 
     def push(self, token: int, logprob: float, top: Alternatives | None = None) -> ChoiceDelta:
         """Adds a sampled token."""
@@ -76,8 +87,8 @@ class _Choice:
     def close(self, finish: Finish) -> ChoiceDelta:
         """The last delta."""
         text, calls = self._parse(self._detokenizer.close())
-        rest = "" if self._tool_parser is None else self._tool_parser.close()
-        return ChoiceDelta(self._index, text + rest, calls, finish=finish)
+        rest, last_calls = ("", []) if self._tool_parser is None else self._tool_parser.close()
+        return ChoiceDelta(self._index, text + rest, [*calls, *last_calls], finish=finish)
 
     def _parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         return (text, []) if self._tool_parser is None else self._tool_parser.push(text)
@@ -172,7 +183,8 @@ async def _sample(
     params = generation.params
     if params.seed is None:
         params = params.model_copy(update={"seed": secrets.randbits(SEED_BITS)})
-    scores_prompt = params.max_tokens == 0 or (generation.echoes is not None and generation.top is not None)
+    scores_echo = generation.echoes is not None and generation.top is not None
+    scores_prompt = params.max_tokens == 0 or scores_echo or generation.prompt_top is not None
     request = SampleRequest(
         sampling_session_id=generation.weights.sampler_id,
         seq_id=0,
@@ -180,7 +192,7 @@ async def _sample(
         sampling_params=params,
         num_samples=generation.n,
         prompt_logprobs=scores_prompt,
-        topk_prompt_logprobs=(generation.top or 0) if scores_prompt else 0,
+        topk_prompt_logprobs=max(generation.top or 0, generation.prompt_top or 0) if scores_prompt else 0,
         topk_sample_logprobs=generation.top or 0,
     )
 
@@ -199,8 +211,12 @@ def _remaining_deltas(
     """What has not been yielded yet of a prompt's choices."""
     if generation.echoes is not None and generation.needs_whole_result:
         echo = generation.echoes[prompt]
-        scored = [] if generation.top is None else _scored_prompt(generation, prompt, echo, response)
+        scored = [] if generation.top is None else _scored_prompt(generation, prompt, echo, response, generation.top)
         yield from (choice.echo(echo, scored) for choice in choices)
+    if generation.prompt_top is not None:
+        text = generation.vocabulary.text(generation.prompts[prompt], frozenset())
+        scored = _scored_prompt(generation, prompt, text, response, generation.prompt_top)
+        yield from (choice.score_prompt(scored) for choice in choices)
     if not response.sequences:  # no token was asked for
         yield from (choice.close("length") for choice in choices)
     for choice, sequence in zip(choices, response.sequences, strict=False):
@@ -211,8 +227,9 @@ def _remaining_deltas(
 
 
 def _scored_prompt(
-    generation: GenerationRequest, prompt: int, echo: str, response: SampleResponse
+    generation: GenerationRequest, prompt: int, echo: str, response: SampleResponse, width: int
 ) -> list[SampledToken]:
+    """The tokens of a prompt whose text is `echo`, each with `width` alternatives."""
     vocabulary = generation.vocabulary
     tokens = generation.prompts[prompt]
     scored = list[SampledToken]()
@@ -222,6 +239,7 @@ def _scored_prompt(
     for place, token in enumerate(tokens):
         logprob = None if response.prompt_logprobs is None else response.prompt_logprobs[place]
         top = None if response.topk_prompt_logprobs is None else response.topk_prompt_logprobs[place]
+        top = None if top is None else top[:width]
         scored.append(SampledToken(token, logprob, text.offset, top))
         text.push(token)
     return scored

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from mint.errors import InvalidRequestError
 from mint.server.callers import Caller
-from mint.server.openai.chat_template import render_conversation
+from mint.server.openai.chat_template import render_conversation, template_text
 from mint.server.openai.detokenizer import Vocabulary, read_vocabulary
 from mint.server.openai.models import find_weights
-from mint.server.openai.schemas import ChatRequest, CompletionRequest
+from mint.server.openai.schemas import ChatRequest, ChatTool, CompletionRequest
 from mint.server.openai.tool_parser import THINK_OPEN
 from mint.server.service.service import Service
 from mint.server.store.rows import SamplerRow
 from mint.types import SamplingParams
+from mint.types.tool_call_formats import ToolCallFormat, tool_call_format
 
 MAX_SEQUENCES = 4096
 
@@ -27,7 +28,8 @@ class GenerationRequest:
     """`n` choices of each prompt.
 
     `hidden` tokens give no text. `top` is the number of alternatives with each logprob, None for no logprobs.
-    `echoes` are the texts of the prompts, if the response repeats them.
+    `echoes` are the texts of the prompts, if the response repeats them. `prompt_top` is the number of alternatives with
+    each logprob of the prompt, None where these are not asked for. Calls of `tools` are read in `call_format`.
     """
 
     caller: Caller
@@ -40,7 +42,9 @@ class GenerationRequest:
     stops: Sequence[str] = ()
     top: int | None = None
     echoes: Sequence[str] | None = None
-    reads_calls: bool = False
+    prompt_top: int | None = None
+    tools: Sequence[ChatTool] = ()
+    call_format: ToolCallFormat = "hermes"
     is_thinking: bool = False
 
     @property
@@ -84,6 +88,7 @@ def read_completion(service: Service, caller: Caller, request: CompletionRequest
         stops=request.stop_strings,
         top=request.logprobs,
         echoes=echoes if request.echo else None,
+        prompt_top=request.prompt_logprobs,
     )
 
 
@@ -97,8 +102,8 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
     weights = find_weights(service, caller, request.model)
     vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
     text = render_conversation(vocabulary.tokenizer, request)
-    reads_calls = bool(request.offered_tools)
-    hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=reads_calls)
+    tools = request.offered_tools
+    hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=bool(tools))
     return GenerationRequest(
         caller=caller,
         weights=weights,
@@ -109,7 +114,9 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
         params=_params(request, request.token_limit),
         stops=request.stop_strings,
         top=request.top_logprobs if request.logprobs else None,
-        reads_calls=reads_calls,
+        prompt_top=request.prompt_logprobs,
+        tools=tools,
+        call_format=tool_call_format(template_text(vocabulary.tokenizer, tools)),
         is_thinking=text.rstrip().endswith(THINK_OPEN),
     )
 
@@ -124,4 +131,11 @@ def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) ->
         stop=request.stop_strings or None,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
+        allowed_token_ids=request.allowed_token_ids,
+        logit_bias=request.logit_bias,
+        min_tokens=request.min_tokens,
+        repetition_penalty=request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        min_p=request.min_p,
     )

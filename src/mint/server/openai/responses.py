@@ -30,6 +30,8 @@ from mint.server.openai.schemas import (
     ErrorBody,
     ErrorDetails,
     FunctionCall,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -90,9 +92,25 @@ class _Writer:
                 [each for delta in own for each in delta.echoed],
                 [each for delta in own for each in delta.sampled],
                 own[-1].finish,
+                next((delta.prompt for delta in own if delta.prompt is not None), None),
             )
             for index, own in sorted(parts.items())
         ]
+
+    def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
+        if delta.prompt is None:
+            return None
+        return [self._scored(each) for each in delta.prompt]
+
+    def _scored(self, place: SampledToken) -> dict[int, PromptLogprob] | None:
+        if place.logprob is None:
+            return None
+        found = {
+            token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._name(token))
+            for rank, (token, logprob) in enumerate(place.top or (), 1)
+        }
+        own = PromptLogprob(logprob=place.logprob, rank=None, decoded_token=self._name(place.token))
+        return {place.token: found.get(place.token, own), **found}
 
 
 class CompletionWriter(_Writer):
@@ -132,6 +150,7 @@ class CompletionWriter(_Writer):
             finish_reason=delta.finish,
             token_ids=self._ids(delta.sampled),
             prompt_token_ids=prompt if shows_prompt else None,
+            prompt_logprobs=self._prompt_logprobs(delta),
         )
 
     def _logprobs(self, sampled: Sequence[SampledToken]) -> CompletionLogprobs | None:
@@ -162,7 +181,8 @@ class ChatWriter(_Writer):
     def whole(self, deltas: Sequence[ChoiceDelta]) -> ChatCompletion:
         """The whole response."""
         choices = []
-        for delta in self._by_choice(deltas):
+        whole = self._by_choice(deltas)
+        for delta in whole:
             calls = [ChatToolCall(id=_call_id(), function=call) for call in delta.calls]
             message = AssistantMessage(content=delta.text or (None if calls else ""), tool_calls=calls or None)
             choices.append(
@@ -174,7 +194,13 @@ class ChatWriter(_Writer):
                     token_ids=self._ids(delta.sampled),
                 )
             )
-        return ChatCompletion(**self._head, choices=choices, usage=self.counts.usage, prompt_token_ids=self._prompt)
+        return ChatCompletion(
+            **self._head,
+            choices=choices,
+            usage=self.counts.usage,
+            prompt_token_ids=self._prompt,
+            prompt_logprobs=self._prompt_logprobs(whole[0]),
+        )
 
     def first(self, choice: int) -> ChatChunk:
         """The first event of a message."""

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from mint.errors import InvalidRequestError
+from mint.types.sampling import LogitBiases
 from mint.types.training import MAX_SEED
 
 MAX_TOP_LOGPROBS = 20
@@ -27,7 +28,7 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOKEN = 2**31 - 1
 
-_NO_PENALTIES = "Leave it out: tokens are drawn from the policy itself, with temperature, top_p and top_k alone"
+_NO_PROCESSORS = "Leave it out, or use allowed_token_ids, logit_bias or a penalty"
 _NO_GRAMMAR = "Leave it out, and check the text afterwards: tokens are not constrained to a format"
 _NO_AUDIO = "Only text goes in and out"
 _OWN_TEMPLATE = "Leave it out: the chat template of the model renders the conversation"
@@ -42,29 +43,21 @@ _LABELS = frozenset(
 without them."""
 
 _REFUSED: Refusals = {
-    "allowed_token_ids": ((), _NO_PENALTIES),
-    "bad_words": (([],), _NO_PENALTIES),
+    "bad_words": (([],), _NO_PROCESSORS),
     "best_of": ((), "Sample with n, and choose"),
     "cache_salt": ((), "Leave it out: prompts are cached for each owner of a key alone"),
     "documents": (([],), "Write them into a message"),
     "echo": ((False,), "Ask /v1/completions with the rendered conversation"),
-    "frequency_penalty": ((0,), _NO_PENALTIES),
     "guided_choice": ((), _NO_GRAMMAR),
     "guided_grammar": ((), _NO_GRAMMAR),
     "guided_json": ((), _NO_GRAMMAR),
     "guided_regex": ((), _NO_GRAMMAR),
     "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
-    "length_penalty": ((1,), _NO_PENALTIES),
-    "logit_bias": (({},), _NO_PENALTIES),
-    "logits_processors": (([],), _NO_PENALTIES),
-    "min_p": ((0,), _NO_PENALTIES),
-    "min_tokens": ((0,), "Leave it out, or ask again for those that are too short"),
+    "length_penalty": ((1,), _NO_PROCESSORS),
+    "logits_processors": (([],), _NO_PROCESSORS),
     "moderation": ((), "Check the text on your side"),
-    "presence_penalty": ((0,), _NO_PENALTIES),
     "priority": ((0,), "Leave it out: requests of all owners take turns"),
     "prompt_cache_options": (({},), "Leave it out: prompts are cached in any case"),
-    "prompt_logprobs": ((), "Ask /v1/completions with echo and logprobs"),
-    "repetition_penalty": ((1,), _NO_PENALTIES),
     "response_format": (({"type": "text"},), _NO_GRAMMAR),
     "service_tier": (("auto", "default"), "Leave it out: requests of all owners take turns"),
     "spaces_between_special_tokens": ((True,), "Leave it out; `return_token_ids` returns every sampled token"),
@@ -147,8 +140,9 @@ class StreamOptions(_Strict):
 
 
 class _SamplingRequest(_Strict):
-    """The fields of both kinds of request. `top_k`, `stop_token_ids`, `ignore_eos`, `skip_special_tokens`,
-    `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+    """The fields of both kinds of request. `SamplingParams` says what those mean that it has, too. `top_k`,
+    `stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `return_token_ids`, `return_tokens_as_token_ids`,
+    `allowed_token_ids`, `min_tokens`, `repetition_penalty`, `min_p` and `prompt_logprobs` are vLLM's."""
 
     refused = _REFUSED
     labels = _LABELS
@@ -167,6 +161,22 @@ class _SamplingRequest(_Strict):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    allowed_token_ids: list[int] | None = None
+    logit_bias: LogitBiases | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> _SamplingRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            remedy = "Leave out stream: the logprobs of a prompt are in a whole response"
+            value = self.prompt_logprobs
+            raise InvalidRequestError("cannot be streamed", field="prompt_logprobs", value=value, remedy=remedy)
+        return self
 
     @property
     def wants_usage(self) -> bool:
@@ -378,6 +388,19 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(default_factory=list)
 
 
+class PromptLogprob(BaseModel):
+    """A token at one place of the prompt, as vLLM describes it; `rank` is 1 for the most probable, and None for a token
+    that is not among the alternatives asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of the prompt, by token id: the token itself, and the most probable ones. None for the first token."""
+
+
 class CompletionChoice(BaseModel):
     """One continuation, or the next piece of it."""
 
@@ -387,6 +410,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
     token_ids: list[int] | None = _OPTIONAL
     prompt_token_ids: list[int] | None = _OPTIONAL
+    prompt_logprobs: PromptLogprobs | None = _OPTIONAL
 
 
 class Completion(BaseModel):
@@ -467,6 +491,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = _OPTIONAL
+    prompt_logprobs: PromptLogprobs | None = _OPTIONAL
 
 
 class ChunkChoice(BaseModel):

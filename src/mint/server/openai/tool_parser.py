@@ -1,15 +1,41 @@
-"""Finds tool calls in a reply, in the form of Hermes and Qwen: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+"""Separates the tool calls of a reply from its text, while it grows. `types/tool_call_formats` reads a call."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from mint.server.openai.schemas import FunctionCall
+from mint.server.openai.schemas import ChatTool, FunctionCall
+from mint.types.tool_call_formats import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    FUNCTION_OPEN,
+    MISTRAL_OPEN,
+    PYTHON_TAG,
+    ToolCall,
+    ToolCallFormat,
+    parse_tool_calls,
+    typed_arguments,
+)
 
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-MARKUP = frozenset(mark.encode() for mark in (CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE))
+MARKUP = frozenset(
+    mark.encode()
+    for mark in (
+        CALL_OPEN,
+        CALL_CLOSE,
+        THINK_OPEN,
+        THINK_CLOSE,
+        PYTHON_TAG,
+        MISTRAL_OPEN,
+        "[ARGS]",
+        "[CALL_ID]",
+    )
+)
+
+Properties = Mapping[str, Mapping[str, Any]]
+"""Of each function, the schemas of its parameters."""
 
 
 def held_back(text: str | bytes, marks: Sequence[str | bytes]) -> int:
@@ -22,21 +48,77 @@ def held_back(text: str | bytes, marks: Sequence[str | bytes]) -> int:
     return 0
 
 
-class ToolParser:
-    """Separates the tool calls of a reply from its text, while it grows.
+class ToolParser(Protocol):
+    """Reads one reply."""
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        """Adds text of the reply; returns the text and the calls that are certain now."""
+        ...
+
+    def close(self) -> tuple[str, list[FunctionCall]]:
+        """The rest, once no text follows."""
+        ...
+
+
+def tool_parser(written_as: ToolCallFormat, tools: Sequence[ChatTool], *, is_thinking: bool = False) -> ToolParser:
+    """The parser of a format. `is_thinking`: the prompt has already opened a reasoning block."""
+    properties: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        found = (tool.function.parameters or {}).get("properties")
+        properties[tool.function.name] = found if isinstance(found, dict) else {}
+    if written_as == "hermes":
+        return HermesParser(properties, is_thinking=is_thinking)
+    return WholeCallsParser(written_as, properties)
+
+
+class WholeCallsParser:
+    """Holds a reply back from the first mark of a call on, and reads the calls at its end: the formats of Llama and
+    Mistral do not mark where a call ends. What is no valid call stays text."""
+
+    def __init__(self, written_as: ToolCallFormat, properties: Properties) -> None:
+        self._written_as = written_as
+        self._properties = properties
+        self._marks = [MISTRAL_OPEN] if written_as == "mistral" else [PYTHON_TAG, FUNCTION_OPEN]
+        self._text = ""
+        self._holds = False
+        self._has_begun = False
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        self._text += text
+        if self._holds:
+            return "", []
+        begun = self._text.lstrip()
+        if not self._has_begun and self._written_as == "llama" and begun[:1] in ("", "{"):
+            self._holds = begun.startswith("{")
+            return "", []
+        places = [place for mark in self._marks if (place := self._text.find(mark)) >= 0]
+        self._holds = bool(places)
+        end = min(places) if places else len(self._text) - held_back(self._text, self._marks)
+        said, self._text = self._text[:end], self._text[end:]
+        self._has_begun = self._has_begun or bool(said.strip())
+        return said, []
+
+    def close(self) -> tuple[str, list[FunctionCall]]:
+        text, self._text = self._text, ""
+        found = parse_tool_calls(text, self._written_as) if self._holds else []
+        calls = [call for call in (_function_call(each, self._properties) for each in found) if call is not None]
+        return ("", calls) if calls and len(calls) == len(found) else (text, [])
+
+
+class HermesParser:
+    """Reads calls between `<tool_call>` and `</tool_call>`, each as soon as it is closed.
 
     Anything that is not a valid call stays text; so do calls inside the model's reasoning.
     """
 
-    def __init__(self, *, is_thinking: bool = False) -> None:
-        """`is_thinking`: the prompt has already opened a reasoning block."""
+    def __init__(self, properties: Properties, *, is_thinking: bool = False) -> None:
+        self._properties = properties
         self._text = ""
         self._gap = ""  # white space before a call: passed on only if more text follows
         self._mode = THINK_OPEN if is_thinking else ""
         self._after_call = False
 
     def push(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """Adds text of the reply; returns the text and the calls that are certain now."""
         self._text += text
         text_parts: list[str] = []
         calls: list[FunctionCall] = []
@@ -44,12 +126,11 @@ class ToolParser:
             pass
         return "".join(text_parts), calls
 
-    def close(self) -> str:
-        """The rest: a call that was not closed is text."""
+    def close(self) -> tuple[str, list[FunctionCall]]:
         opened = CALL_OPEN if self._mode == CALL_OPEN else ""
         rest = f"{opened}{self._text}"
         self._text = ""
-        return f"{self._gap}{rest}" if rest else ""
+        return (f"{self._gap}{rest}" if rest else ""), []  # a call that was not closed is text
 
     def _step(self, text_parts: list[str], calls: list[FunctionCall]) -> bool:
         """Reads up to the next mark; False if more text is needed."""
@@ -90,7 +171,7 @@ class ToolParser:
             return False
         closed = end >= 0 and (again < 0 or end < again)
         inner = self._text[: end if closed else again]
-        call = _parse_call(inner) if closed else None
+        call = self._read(inner) if closed else None
         self._text = self._text[len(inner) + (len(CALL_CLOSE) if closed else 0) :]
         if call is None:
             text_parts.append(f"{self._gap}{CALL_OPEN}{inner}{CALL_CLOSE if closed else ''}")
@@ -101,17 +182,21 @@ class ToolParser:
         self._after_call = call is not None
         return True
 
+    def _read(self, inner: str) -> FunctionCall | None:
+        found = parse_tool_calls(f"{CALL_OPEN}{inner}{CALL_CLOSE}")
+        return _function_call(found[0], self._properties) if len(found) == 1 else None
 
-def _parse_call(text: str) -> FunctionCall | None:
-    try:
-        call = json.loads(text)
-        name = call["name"]
-        arguments = call.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        f"{name}{written}".encode()  # half characters ("\\ud800") cannot be sent
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+
+def _function_call(call: ToolCall, properties: Properties) -> FunctionCall | None:
+    """None for a call that cannot be read."""
+    if call.error is not None:
         return None
-    return FunctionCall(name=name, arguments=written)
+    arguments = dict(call.arguments or {})
+    if call.as_texts:
+        arguments = typed_arguments(arguments, properties.get(call.name, {}))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{call.name}{written}".encode()  # half characters ("\\ud800") cannot be sent
+    except (ValueError, RecursionError):
+        return None
+    return FunctionCall(name=call.name, arguments=written)

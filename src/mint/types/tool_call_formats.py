@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +28,12 @@ _HERMES = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|\Z)", re
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
-_PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
+FUNCTION_OPEN = "<function="
 _LLAMA_END = re.compile(r"(?:<\|eom_id\|>|<\|eot_id\|>|<\|end_of_text\|>)\s*\Z")
 _LLAMA_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 
-_MISTRAL_OPEN = "[TOOL_CALLS]"
+MISTRAL_OPEN = "[TOOL_CALLS]"
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -54,9 +56,9 @@ class ToolCall:
 
 def tool_call_format(template: str) -> ToolCallFormat:
     """The format of a model, from the text of its chat template; `hermes` where the template says nothing else."""
-    if _MISTRAL_OPEN in template:
+    if MISTRAL_OPEN in template:
         return "mistral"
-    return "llama" if _PYTHON_TAG in template else "hermes"
+    return "llama" if PYTHON_TAG in template else "hermes"
 
 
 def parse_tool_calls(content: str, written_as: ToolCallFormat = "hermes") -> list[ToolCall]:
@@ -67,6 +69,19 @@ def parse_tool_calls(content: str, written_as: ToolCallFormat = "hermes") -> lis
 def without_reasoning(content: str) -> str:
     """The text of a reply after its reasoning block, if it has one."""
     return content.rpartition("</think>")[2].lstrip() if "</think>" in content else content
+
+
+def typed_arguments(texts: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that were all written as texts, with the types of a schema's `properties`: the text of a number, a
+    list, … is read as JSON. What is not JSON stays a text."""
+    arguments: dict[str, Any] = {}
+    for name, text in texts.items():
+        arguments[name] = text
+        schema = properties.get(name)
+        if not isinstance(schema, dict) or schema.get("type") != "string":
+            with suppress(ValueError, RecursionError):
+                arguments[name] = _strict_json(text)
+    return arguments
 
 
 def _hermes_calls(text: str) -> Iterator[ToolCall]:
@@ -81,7 +96,7 @@ def _hermes_calls(text: str) -> Iterator[ToolCall]:
 
 def _llama_calls(text: str) -> Iterator[ToolCall]:
     body = _LLAMA_END.sub("", text.strip())
-    _, tagged, calls = body.partition(_PYTHON_TAG)
+    _, tagged, calls = body.partition(PYTHON_TAG)
     if tagged:
         yield from _json_calls(calls)
     elif functions := list(_LLAMA_FUNCTION.finditer(body)):
@@ -93,7 +108,7 @@ def _llama_calls(text: str) -> Iterator[ToolCall]:
 
 
 def _mistral_calls(text: str) -> Iterator[ToolCall]:
-    _, *sections = text.removesuffix("</s>").split(_MISTRAL_OPEN)
+    _, *sections = text.removesuffix("</s>").split(MISTRAL_OPEN)
     for section in sections:
         named = _MISTRAL_NAMED.match(section)
         if named is not None:
