@@ -27,7 +27,9 @@ from mint.errors import QuotaExceededError, SessionEndedError, StepRefusedError
 from mint.server.callers import Caller, Quotas
 from mint.server.limits import ROW_BYTES
 from mint.server.service.service import ENDED_KEPT_S, Service
+from mint.server.store.database import insert
 from mint.server.store.journal import FORGOTTEN_AT_ONCE, JOURNAL_FILE, Journal, record_bytes, request_bytes
+from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
 from mint.server.worker.worker import HOUSEKEEPING_S
 
 QUOTA = 1 << 20
@@ -183,3 +185,27 @@ def test_the_records_of_sessions_that_ended_long_ago_go_in_batches(tmp_path: Pat
         assert harness.stored(lambda journal, one=harness: journal.session(one.session_id))
         assert harness.stored(lambda journal, name=model_id: journal.run(name))
     service.stop()
+
+
+def bytes_read() -> int:
+    """How many bytes this process has read from files so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.removeprefix("rchar: ")) for line in lines if line.startswith("rchar: "))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count what is read")
+def test_an_owners_metadata_are_counted_without_reading_them(tmp_path: Path) -> None:
+    metadata = {"note": "x" * 200_000}
+    size = len(json.dumps(metadata))
+    with closing(Journal(tmp_path / JOURNAL_FILE)) as journal, journal.database.transaction() as transaction:
+        for number in range(40):
+            name = f"{number}:train:0"
+            session = SessionRow(str(number), "i", metadata, 0.0, owner="ann", details=metadata)
+            run = TrainingRunRow(name, str(number), "ann", 0.0, 0.0, user_metadata=metadata)
+            checkpoint = CheckpointRow(name, "weights", "w", "f", 0.0, owner="ann", user_metadata=metadata)
+            for table, row in (("sessions", session), ("runs", run), ("checkpoints", checkpoint)):
+                transaction.execute(insert(type(row), table), **vars(row))
+    with closing(Journal(tmp_path / JOURNAL_FILE)) as journal:  # with nothing in its cache
+        before = bytes_read()
+        assert record_bytes(journal.database, "ann") == 40 * (4 * size + 3 * ROW_BYTES)
+        assert bytes_read() - before < size

@@ -135,8 +135,8 @@ def make_schema_1(folder: Path) -> None:
     dropped = [f"ALTER TABLE {table} DROP COLUMN {name}" for table, names in LATER_COLUMNS.items() for name in names]
     change(
         folder,
-        "DROP INDEX ix_sessions_owner",
-        "DROP INDEX ix_checkpoints_owner",
+        "DROP INDEX ix_sessions_metadata",
+        "DROP INDEX ix_checkpoints_metadata",
         "DROP INDEX ix_samplers_model_id",
         *dropped,
         "DROP TABLE runs",

@@ -144,13 +144,14 @@ _FORGET_SESSIONS = """
 
 _OF_OWNER = "SELECT session_id FROM sessions WHERE owner = :owner"
 
-# The length of a BLOB stands in the head of its row. That of a text does not: all of the metadata is read.
+# The length of a BLOB stands in the head of its row. That of a text does not: the lengths of metadata come from the
+# indexes on these expressions.
 _REQUEST_BYTES = f"""
     SELECT coalesce(sum({ROW_BYTES} + coalesce(length(payload), 0) + coalesce(length(result), 0)), 0)
     FROM jobs WHERE model_id IN (SELECT model_id FROM models WHERE session_id IN ({_OF_OWNER}))
 """
 _RECORD_BYTES = f"""
-    SELECT (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0) + coalesce(length(details), 0)), 0)
+    SELECT (SELECT coalesce(sum({ROW_BYTES} + (coalesce(length(user_metadata), 0) + coalesce(length(details), 0))), 0)
             FROM sessions WHERE owner = :owner)
          + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0) FROM runs WHERE owner = :owner)
          + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0)

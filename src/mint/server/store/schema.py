@@ -7,9 +7,10 @@ a data directory of the version before (`tests/service/make_data_directory.py`).
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
+# The indexes on metadata hold its length, so that an owner's total is read without the text itself (`record_bytes`).
 TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
     session_id VARCHAR NOT NULL PRIMARY KEY,
@@ -23,7 +24,9 @@ CREATE TABLE IF NOT EXISTS sessions (
     suspended_s FLOAT
 );
 CREATE INDEX IF NOT EXISTS ix_sessions_instance_id ON sessions (instance_id);
-CREATE INDEX IF NOT EXISTS ix_sessions_owner ON sessions (owner);
+CREATE INDEX IF NOT EXISTS ix_sessions_metadata ON sessions (
+    owner, coalesce(length(user_metadata), 0) + coalesce(length(details), 0)
+);
 
 CREATE TABLE IF NOT EXISTS models (
     model_id VARCHAR NOT NULL PRIMARY KEY,
@@ -77,7 +80,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     expired_s FLOAT,
     PRIMARY KEY (model_id, kind, name)
 );
-CREATE INDEX IF NOT EXISTS ix_checkpoints_owner ON checkpoints (owner);
+CREATE INDEX IF NOT EXISTS ix_checkpoints_metadata ON checkpoints (owner, coalesce(length(user_metadata), 0));
 
 CREATE TABLE IF NOT EXISTS samplers (
     sampler_id VARCHAR NOT NULL PRIMARY KEY,
@@ -106,7 +109,7 @@ CREATE TABLE IF NOT EXISTS runs (
     ended_at FLOAT
 );
 CREATE INDEX IF NOT EXISTS ix_runs_session_id ON runs (session_id);
-CREATE INDEX IF NOT EXISTS ix_runs_owner ON runs (owner);
+CREATE INDEX IF NOT EXISTS ix_runs_metadata ON runs (owner, coalesce(length(user_metadata), 0));
 
 CREATE TABLE IF NOT EXISTS keys (
     key_id VARCHAR NOT NULL PRIMARY KEY,
@@ -170,8 +173,14 @@ ALTER TABLE models ADD COLUMN settings_sha256 VARCHAR;
 ALTER TABLE samplers ADD COLUMN sha256 VARCHAR;
 """,
     7: "ALTER TABLE jobs ADD COLUMN replay VARCHAR",
+    8: """
+DROP INDEX ix_sessions_owner;
+DROP INDEX ix_checkpoints_owner;
+DROP INDEX ix_runs_owner;
+""",
 }
-"""Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""
+"""Schema version → the statements that lead to it from the version before. New indexes and empty tables come from
+`TABLES`."""
 
 
 def statements(script: str) -> list[str]:
