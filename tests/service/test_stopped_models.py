@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_harness import GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
+from service_harness import GOOD_PASS, STEP, Harness, datum, failure, make_sampler, open_service, pass_body
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
@@ -248,6 +248,40 @@ def test_a_model_whose_base_has_other_numbers_stops_also_with_nothing_to_replay(
     harness = reopened(tmp_path, harness.session_id, engine())
     assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
     harness.service.stop()
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
+def test_published_weights_are_not_sampled_on_other_numbers_until_the_operator_has_decided(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    def engine(**changed: Any) -> TorchEngine:
+        return TorchEngine(**{"dtype": "float32", "threads": 1, **changed})
+
+    harness = Harness(open_service(tmp_path, engine=engine(), is_server=True))
+    model_id = harness.create_model()
+    step(harness, model_id, 1)
+    body = {"sampling_session_seq_id": 0}
+    sampler = harness.run("save_weights_for_sampler", model_id, 3, body)["sampling_session_id"]
+    expected = harness.sample(sampler, 0)["sequences"]
+    harness.service.stop()
+
+    harness = reopened(tmp_path, harness.session_id, engine(**other))
+    error = failure(lambda: harness.sample(sampler, 0))
+    assert isinstance(error, RecoveryDivergedError) and f"mint recover {model_id}" in str(error)
+    assert harness.sample(make_sampler(harness, 1), 0)["sequences"]  # of the base model itself
+    harness.service.stop()
+    (found,) = done("--data-dir", str(tmp_path))["stopped_models"]
+    assert found["model_id"] == model_id and found["reason"] in str(error)
+
+    harness = reopened(tmp_path, harness.session_id, engine())  # the setting was put back
+    assert harness.sample(sampler, 0)["sequences"] == expected
+    harness.service.stop()
+    done(model_id, "--accept", "--data-dir", str(tmp_path))
+    for _ in range(2):  # the second time the model has these numbers
+        harness = reopened(tmp_path, harness.session_id, engine(**other))
+        assert harness.sample(sampler, 0)["sequences"] != expected
+        harness.restore(model_id)
+        harness.service.stop()
 
 
 def test_a_running_server_and_a_running_program_are_left_alone(tmp_path: Path) -> None:

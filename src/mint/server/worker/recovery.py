@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mint.wire as wire
@@ -36,6 +36,7 @@ from mint.server.store.rows import (
     passes_without_effect,
 )
 from mint.server.store.snapshot_files import read_snapshot
+from mint.server.worker.base_numbers import recover_remedy, require_same_numbers
 from mint.server.worker.live_models import SKIPPED, LiveModels
 from mint.server.worker.model_memory import ModelMemory
 from mint.types import ForwardBackwardOutput, OptimStepResponse
@@ -77,7 +78,7 @@ class Recovery:
                 remedy="Look at the error of the call that made it",
             )
         if row.diverged is not None:
-            raise RecoveryDivergedError(row.diverged, remedy=_remedy(model_id))
+            raise RecoveryDivergedError(row.diverged, remedy=recover_remedy(model_id))
         row.verify_checksum()
         lora = LoraSpec(**row.lora)
         self._memory.evict_until_fits(model_id, row.base_model, lora)
@@ -95,13 +96,13 @@ class Recovery:
         self._models.drop(model_id)
         self._journal.mark_diverged(model_id, reason)
         log.error("model %s has stopped: %s; see mint recover", model_id, reason)
-        return type(error)(reason, remedy=_remedy(model_id))
+        return type(error)(reason, remedy=recover_remedy(model_id))
 
     def _restore(self, row: ModelRow, base_model: str, lora: LoraSpec) -> None:
         snapshots = self._journal.snapshots(row.model_id)
         start = 0
         created = self._models.create(row.model_id, base_model, lora, seed_given=bool(row.seed_given))
-        _require_same_numbers(row, base_numbers(created["effective"]))
+        require_same_numbers(row, created["effective"])
         for snapshot in snapshots:
             if self._load_snapshot(snapshot):
                 start = snapshot.seq_id
@@ -174,7 +175,7 @@ class Recovery:
         raise RecoveryDivergedError(
             f"{difference}, but {acknowledged} was acknowledged; "
             "was the machine, the thread count, MINT_NATIVE, mint or torch changed?",
-            remedy=_remedy(job.model_id),
+            remedy=recover_remedy(job.model_id),
         )
 
     def _digests(self, job: JobRow) -> tuple[str | None, str | None]:
@@ -204,26 +205,6 @@ class Recovery:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
 
 
-def _require_same_numbers(row: ModelRow, found: Mapping[str, str] | None) -> None:
-    """Checks that the base model has the numbers on which this model was trained, as far as that is known.
-
-    A replay would find other numbers, too, but after a snapshot of the last step there is nothing to replay.
-
-    Raises:
-        RecoveryDivergedError: its dtype or its quantization is another.
-    """
-    recorded = base_numbers(row.effective)
-    if recorded is None or found is None:
-        return
-    for variable, value in recorded.items():
-        if found[variable] != value:
-            raise RecoveryDivergedError(
-                f"model {row.model_id} was trained on a base model with {variable}={value}, "
-                f"and has {variable}={found[variable]} now; put the setting back and use --retry",
-                remedy=_remedy(row.model_id),
-            )
-
-
 def _require_all(row: ModelRow, start: int, jobs: Sequence[JobRow]) -> None:
     """Checks that no finished request behind the snapshot `start` is missing.
 
@@ -234,7 +215,7 @@ def _require_all(row: ModelRow, start: int, jobs: Sequence[JobRow]) -> None:
     if missing:
         numbers = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else str(missing[0])
         raise DamagedDataError(
-            f"the journal has lost finished requests of {row.model_id}: {numbers}", remedy=_remedy(row.model_id)
+            f"the journal has lost finished requests of {row.model_id}: {numbers}", remedy=recover_remedy(row.model_id)
         )
 
 
@@ -254,7 +235,3 @@ def _logprobs_of(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
 
 def _digest_of(output: ForwardBackwardOutput) -> str:
     return hashlib.sha256(wire.encode_result(_logprobs_of(output))).hexdigest()[:32]
-
-
-def _remedy(model_id: str) -> str:
-    return f"The operator can let it go on with `mint recover {model_id}`; or load a checkpoint into a new model"

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mint.engine.protocol import Engine, LoraSpec, SampleJob
-from mint.errors import NotFoundError
+from mint.errors import NotFoundError, RecoveryDivergedError
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
 from mint.server.limits import MAX_UNNAMED_SAMPLERS
@@ -31,6 +31,7 @@ from mint.server.store.obsolete import discard_files
 from mint.server.store.rows import SamplerRow
 from mint.server.store.snapshot_files import read_weights, reading
 from mint.server.worker.base_models import BaseModels
+from mint.server.worker.base_numbers import require_same_numbers
 from mint.server.worker.sample_requests import sample_job
 
 MAX_IN_ENGINE = 16
@@ -253,11 +254,31 @@ class Samplers:
     def _load(self, row: SamplerRow, weights_id: str) -> None:
         """Makes sure that the engine holds the sampler's weights."""
         if weights_id not in self._in_engine:
+            self._require_same_numbers(row)
             assert row.lora is not None  # every sampler with weights of its own has a lora
             self._engine.load_weights(
                 weights_id, self._bases.key(row.base_model), LoraSpec(**row.lora), self._read(row)
             )
         self._touch(row)
+
+    def _require_same_numbers(self, row: SamplerRow) -> None:
+        """Checks that weights which a model has published run on a base model with the numbers of their training.
+
+        If not, the model stops, too: so an operator can decide about both with `mint recover`.
+
+        Raises:
+            RecoveryDivergedError: the dtype or the quantization of the base model is another.
+        """
+        model = None if row.model_id is None else self._journal.model(row.model_id)
+        if model is None:
+            return
+        try:
+            require_same_numbers(model, self._bases.load(row.base_model).settings)
+        except RecoveryDivergedError as error:
+            if model.diverged is None:
+                self._journal.mark_diverged(model.model_id, error.message)
+                log.error("model %s has stopped, and its samplers: %s; see mint recover", model.model_id, error.message)
+            raise
 
     def _read(self, row: SamplerRow) -> dict[str, np.ndarray]:
         if row.file is not None:

@@ -1,0 +1,37 @@
+"""Whether a base model still has the dtype and the quantization on which a model was trained.
+
+A replay of the model's requests would find other numbers, too, but after a snapshot of the last step there is nothing
+to replay; and nothing is replayed for a sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mint.errors import RecoveryDivergedError
+from mint.server.store.rows import ModelRow, base_numbers
+
+
+def recover_remedy(model_id: str) -> str:
+    """What may be done about a model that has stopped."""
+    return f"The operator can let it go on with `mint recover {model_id}`; or load a checkpoint into a new model"
+
+
+def require_same_numbers(row: ModelRow, settings: Mapping[str, object]) -> None:
+    """Checks that the base model of a model has the numbers on which it was trained, as far as that is known.
+
+    `settings` are those of the base model that took effect.
+
+    Raises:
+        RecoveryDivergedError: its dtype or its quantization is another.
+    """
+    recorded, found = base_numbers(row.effective), base_numbers(settings)
+    if recorded is None or found is None:
+        return
+    for variable, value in recorded.items():
+        if found[variable] != value:
+            raise RecoveryDivergedError(
+                f"model {row.model_id} was trained on a base model with {variable}={value}, "
+                f"and has {variable}={found[variable]} now; put the setting back and use --retry",
+                remedy=recover_remedy(row.model_id),
+            )
