@@ -9,7 +9,10 @@ import pytest
 from owners import Place
 
 from mint.client.rest_client import RestClient
+from mint.server.store.database import insert
+from mint.server.store.rows import CheckpointRow
 from mint.types import SessionSearchOwner, SessionSearchRequest, SessionStatusQuery
+from mint.types.records import MAX_PAGE, MAX_WHOLE
 
 
 def get(place: Place, path: str, owner: str = "alice") -> httpx.Response:
@@ -51,6 +54,21 @@ def test_the_checkpoints_of_a_run_come_in_pages_and_the_sdk_gives_all(place: Pla
         assert page["checkpoints"] == [] and page["cursor"]["total_count"] == 20
     found = place.rest("alice").list_checkpoints(trainer.model_id).result()
     assert [kept.checkpoint_id.partition("/")[2] for kept in found.checkpoints] == names[::-1]
+
+
+def test_a_client_that_knows_no_pages_gets_the_newest_ten_thousand_checkpoints_of_a_run(place: Place) -> None:
+    model_id = place.trainer("alice").model_id
+    with place.journal().database.transaction() as transaction:
+        for number in range(MAX_WHOLE + 1):
+            row = CheckpointRow(
+                model_id, "weights", f"n{number}", f"checkpoints/{number}", float(number), owner="alice"
+            )
+            transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
+    path = f"training_runs/{model_id}/checkpoints"
+    whole = get(place, path).json()
+    assert [row["checkpoint_id"] for row in whole["checkpoints"]] == [f"weights/n{i}" for i in range(MAX_WHOLE, 0, -1)]
+    assert whole["cursor"] == {"offset": 0, "limit": MAX_WHOLE, "total_count": MAX_WHOLE + 1}
+    assert len(get(place, f"{path}?limit={2 * MAX_WHOLE}").json()["checkpoints"]) == MAX_PAGE
 
 
 def test_sdks_that_know_no_external_checkpoints_get_lists_without_them(place: Place) -> None:

@@ -26,6 +26,10 @@ TYPE_OF_KIND: dict[str, CheckpointType] = {
 """The middle part of a checkpoint's path → what management calls it."""
 
 MAX_PAGE = 1000
+
+MAX_WHOLE = 10_000
+"""How many rows a list has that was not asked for in pages."""
+
 MAX_OFFSET = 2**31 - 1
 
 
@@ -261,6 +265,17 @@ class PageQuery(BaseModel):
     def size(self) -> int:
         """The page size that takes effect."""
         return min(self.limit, MAX_PAGE)
+
+
+class WholeQuery(PageQuery):
+    """A list for a client that knows no pages: as many rows as `MAX_WHOLE`."""
+
+    limit: Annotated[int, Field(ge=0)] = MAX_WHOLE
+
+    @property
+    def size(self) -> int:
+        """The number of rows that takes effect."""
+        return MAX_WHOLE
 
 
 FIRST_PAGE = PageQuery(limit=MAX_PAGE)

@@ -17,7 +17,7 @@ from mint.errors import InvalidRequestError
 from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
 from mint.types import invalid_request
 from mint.types.checkpoint_path import CheckpointPath
-from mint.types.records import MAX_PAGE, PageQuery
+from mint.types.records import PageQuery, WholeQuery
 
 CHECKPOINTS_PAGE = 100
 IDEMPOTENCY_KEY = "x-idempotency-key"
@@ -50,9 +50,12 @@ def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> reco
 def list_run_checkpoints(call: Call) -> Response:
     """The checkpoints of a run, newest first: `limit`, `offset`; of another owner's run, those that are published.
 
-    Without a limit the page is as large as can be: other SDKs ask for all at once.
+    Without a limit, up to `MAX_WHOLE`: the tinker SDK asks once, and looks for single checkpoints in the answer.
     """
-    found = call.checkpoints.checkpoints_of(call.caller.owner, _part(call, "run_id"), _page(call, limit=MAX_PAGE))
+    page = _page(call)
+    if "limit" not in call.request.query_params:
+        page = WholeQuery(offset=page.offset)
+    found = call.checkpoints.checkpoints_of(call.caller.owner, _part(call, "run_id"), page)
     return respond(_readable_by_sdk(call, found))
 
 
