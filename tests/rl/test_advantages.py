@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -83,6 +84,63 @@ def test_every_estimator_gives_the_textbook_numbers() -> None:
     assert found["std_batch"] == pytest.approx(centred / (batch.std(ddof=1) + 1e-4))
 
 
+def test_reinforce_plus_plus_normalizes_over_the_whole_batch() -> None:
+    """Both variants of arXiv 2501.03262, and one with a baseline of the user's own, in plain numpy."""
+    rng = np.random.default_rng(2)
+    rewards_BG = [rng.normal(size=size) for size in (3, 5, 2)] + [np.full(4, 0.3)]
+    groups = [group(*(rollout(float(reward)) for reward in rewards)) for rewards in rewards_BG]
+
+    def whitened(left_BG: list[np.ndarray]) -> np.ndarray:
+        joined = np.concatenate(left_BG)
+        return (joined - joined.mean()) / (joined.std(ddof=1) + 1e-4)
+
+    def found(**fields: Any) -> np.ndarray:
+        config = RLConfig(advantage="reinforce++", **fields)
+        return np.array([one.advantage for one in rollout_advantages(groups, config)])
+
+    by_group = found()
+    assert by_group == pytest.approx(whitened([rewards - rewards.mean() for rewards in rewards_BG]), abs=1e-12)
+    assert not by_group[-4:].any(), "equal rewards have no signal"
+    assert found(baseline="batch") == pytest.approx(whitened(rewards_BG), abs=1e-12)
+    assert found(baseline=best) == pytest.approx(
+        whitened([rewards - rewards.max() for rewards in rewards_BG]), abs=1e-12
+    )
+
+
+def best(group: Group) -> float:
+    return max(group.rewards)
+
+
+def test_the_soft_overlong_punishment_is_that_of_its_paper() -> None:
+    """R(y) of DAPO with L_max = 10 and L_cache = 4, scaled by the penalty."""
+
+    def paper(length: int) -> float:
+        if length <= 10 - 4:
+            return 0.0
+        return (10 - 4 - length) / 4 if length <= 10 else -1.0
+
+    config = RLConfig(truncation="soft", truncation_penalty=2.0, max_tokens=10, overlong_buffer=4)
+    for length in range(1, 11):
+        ((one,),) = (each.rollouts for each in apply_truncation_penalty([group(rollout(1.0, length))], config))
+        assert one.reward == pytest.approx(1.0 + 2.0 * paper(length))
+        assert one.parts.get("truncation", 0.0) == pytest.approx(2.0 * paper(length))
+    ((cut,),) = (each.rollouts for each in apply_truncation_penalty([group(rollout(1.0, 10, "length"))], config))
+    assert cut.reward == -1.0
+
+
+def test_the_soft_overlong_punishment_of_an_episode_counts_its_tokens_or_its_longest_turn() -> None:
+    turns = [Turn([1], [2] * length, [-0.5] * length) for length in (3, 9)]
+    episode = Group("", 0, [1], [Rollout(turns, "", "env", reward=1.0, turn_rewards=(0.5, 0.5))])
+    config = RLConfig(truncation="soft", truncation_penalty=1.0, max_tokens=10, overlong_buffer=4)
+
+    def rewards(config: RLConfig) -> tuple[float | None, Sequence[float]]:
+        ((one,),) = (each.rollouts for each in apply_truncation_penalty([episode], config))
+        return one.reward, one.turn_rewards
+
+    assert rewards(config) == (0.25, [0.5, -0.25])
+    assert rewards(config.changed(max_episode_tokens=14)) == (0.5, [0.5, 0.0])
+
+
 def test_groups_do_not_touch_one_another() -> None:
     rng = np.random.default_rng(0)
     groups = [group(*(rollout(float(reward)) for reward in rng.uniform(size=4))) for _ in range(5)]
@@ -136,6 +194,7 @@ def test_turn_advantages_compare_what_is_still_to_come_at_the_same_turn(estimato
             "rloo": count / max(1, count - 1),
             "std": 1 / (values.std(ddof=1) + 1e-4) if count > 1 else 0.0,
             "std_batch": 1 / (0.7 + 1e-4),
+            "reinforce++": 1 / (0.7 + 1e-4),
         }[estimator]
         for place, value in returns.items():
             assert found[place][turn] == pytest.approx(scale * (value - values.mean()), abs=1e-12)

@@ -134,7 +134,12 @@ def test_every_config_is_changed_by_name_and_checked(config: RunConfig) -> None:
         ({"loss_fn": "ppo", "loss_fn_config": {"tis_cap": 2.0}}, r"tis_cap: ppo has no such setting"),
         ({"loss_fn_config": {"temperature": 0.0}}, r"loss_fn_config\.temperature = 0\.0: must be above 0"),
         ({"loss_fn": "cross_entropy"}, r"RLConfig\.loss_fn = cross_entropy: is for demonstrations"),
-        ({"advantage": "reinforce++"}, r"RLConfig\.advantage = reinforce\+\+: .*'center', 'rloo'"),
+        ({"advantage": "gae"}, r"RLConfig\.advantage = gae: .*'center', 'rloo'"),
+        ({"advantage": "reinforce++", "credit": "turn"}, r"advantage = reinforce\+\+: cannot .*credit = turn"),
+        ({"truncation": "soft"}, r"overlong_buffer = 0: must be from 1 to the limit of 16 tokens.*Try 4"),
+        ({"correction_low": 2.0}, r"correction_low = 2\.0: is not below correction_high = 2"),
+        ({"logprobs_mode": "processed", "kl_penalty_coef": 0.1}, r"logprobs_mode = processed: .*a KL penalty"),
+        ({"logprobs_mode": "processed", "correction": "sequence_mask"}, r"logprobs_mode = processed: .*correction"),
         ({"kl_reference": "ema"}, r"RLConfig\.kl_reference = ema: is not a checkpoint.*\"base\" for the base model"),
         ({"truncation": "drop"}, r"RLConfig\.truncation = drop: .*'keep', 'mask'"),
         ({"init_optimizer": True}, r"RLConfig\.init_optimizer = True: needs init_from"),
@@ -149,8 +154,8 @@ def test_what_the_objective_cannot_be_is_refused_when_the_config_is_made(fields:
 
 
 def test_an_unknown_estimator_of_the_advantage_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"advantage = reinforce\+\+: .*center, rloo"):
-        group_advantages([0.0, 1.0], "reinforce++")  # ty: ignore[invalid-argument-type]
+    with pytest.raises(InvalidRequestError, match=r"advantage = gae: .*center, rloo"):
+        group_advantages([0.0, 1.0], "gae")  # ty: ignore[invalid-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,14 @@ from mint.rl.run_config import RunConfig
 from mint.types import LossName, SamplingParams
 from mint.types.checkpoint_path import is_checkpoint_path
 from mint.types.loss_settings import loss_settings
+from mint.types.sampling import LogprobsMode
 
-AdvantageName = Literal["center", "rloo", "std", "std_batch"]
+AdvantageName = Literal["center", "rloo", "std", "std_batch", "reinforce++"]
 BaselineName = Literal["group", "batch"]
 CreditName = Literal["rollout", "turn"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
-TruncationName = Literal["keep", "mask", "penalize"]
+TruncationName = Literal["keep", "mask", "penalize", "soft"]
+CorrectionName = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 CollapseName = Literal["warn", "stop", "rollback"]
 
 
@@ -65,7 +67,8 @@ class RLConfig(RunConfig):
     """Sent unchanged, for example `{"clip_high_threshold": 1.28}` for ppo (clip-higher, arXiv 2503.14476)."""
     advantage: AdvantageName | AdvantageFunction = "center"
     """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std of the group + 1e-4). `std_batch`:
-    the same with the deviation over the whole batch. A function gets the rewards of a group less the baseline."""
+    the same with the deviation over the whole batch. `reinforce++`: reward less baseline, normalized to mean 0 and
+    deviation 1 over the whole batch (arXiv 2501.03262). A function gets the rewards of a group less the baseline."""
     baseline: BaselineName | BaselineFunction = "group"
     """What is subtracted from a reward. `group`: the mean of its group. `batch`: the mean of all rewards of the batch.
     A function of the group gives a number, or one for each rollout. With a function as `advantage`, `group` leaves
@@ -84,8 +87,28 @@ class RLConfig(RunConfig):
     kl_reference: str | None = None
     """The reference of the KL penalty. None: the policy at the start of the run, which is `init_from` or else the base
     model. `"base"`: the base model. A checkpoint (`mint://…`): its weights."""
+    kl_penalty_coef_end: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """`kl_penalty_coef` changes linearly to this; None keeps it."""
+    kl_reference_every: int = Field(0, ge=0)
+    """Steps after which the policy of that moment becomes the reference (ProRL, arXiv 2505.24864); 0: never."""
+    correction: CorrectionName | None = None
+    """How samples of other weights are corrected for: a factor of each token's weight, from the ratio of the weights at
+    the start of the step to those that sampled. The loss then compares with the weights at the start of the step (the
+    decoupled objective, arXiv 2505.24298). `token_truncate`: the ratio of the token, at most `correction_high` (TIS).
+    `token_mask`: the ratio of the token, 0 outside the bounds (IcePop). `sequence_truncate`, `sequence_mask`: the same
+    with the ratio of the rollout, which is 0 above `correction_high` (MIS). `geometric_mask`: 1, or 0 for a rollout
+    whose mean ratio per token is outside the bounds. Costs one more forward."""
+    correction_low: float = Field(0.5, ge=0, allow_inf_nan=False)
+    correction_high: float = Field(2.0, gt=0, allow_inf_nan=False)
     optim_steps_per_batch: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts, each on a part of the groups; off-policy from the second on."""
+    epochs_per_batch: int = Field(1, ge=1)
+    """How often a batch of rollouts is trained on; off-policy from the second time on."""
+    replay_size: int = Field(0, ge=0)
+    """Successes to keep for replay, at most one for each item; 0 keeps none. A group without a success gets that of its
+    item in place of a failure (arXiv 2507.07451)."""
+    replay_below: float = Field(0.25, gt=0, le=1)
+    """A success is kept if at most this share of its group succeeded."""
     max_staleness: int = Field(0, ge=0)
     """Steps by which the sampling weights may lag behind; 0 is strictly on-policy, more samples ahead of training."""
     on_collapse: CollapseName = "warn"
@@ -94,6 +117,12 @@ class RLConfig(RunConfig):
     # Sampling.
     temperature_end: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The temperature changes linearly from `temperature` to this; None keeps it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    logprobs_mode: LogprobsMode = "raw"
+    """Of the sampled tokens, as the loss gets them. `raw`: the policy's own, so that ratios are 1 on fresh weights at
+    any temperature and `top_p`. `processed`: those of the distribution that was sampled from, so that ratios correct
+    for temperature, `top_p` and `top_k`."""
     stop: list[str] | None = Field(None, strict=False)
     stop_token_ids: list[int] | None = Field(None, strict=False)
     """In addition to the model's own end token."""
@@ -103,8 +132,11 @@ class RLConfig(RunConfig):
     """With `dynamic_sampling`: the most extra groups, per group of the batch."""
     truncation: TruncationName = "keep"
     """For a rollout that a limit cut off. `keep`: its reward counts. `mask`: it is left out of its group.
-    `penalize`: its reward loses `truncation_penalty`."""
+    `penalize`: its reward loses `truncation_penalty`. `soft`: a rollout loses a share of `truncation_penalty` that
+    grows linearly over the last `overlong_buffer` tokens before the limit (DAPO, arXiv 2503.14476)."""
     truncation_penalty: float = Field(0.5, ge=0, allow_inf_nan=False)
+    overlong_buffer: int = Field(0, ge=0)
+    """With `truncation="soft"`: the tokens before the limit in which the penalty grows."""
     chat_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Options of the model's chat template, for example `{"enable_thinking": False}`; for every prompt of the run."""
     max_turns: int = Field(8, ge=1)
@@ -164,6 +196,13 @@ class RLConfig(RunConfig):
                 check_function(f"RLConfig.{name}", given, wanted)
         for given in self.metrics:
             check_function("RLConfig.metrics", given, ("groups",))
+        if self.credit == "turn" and self.advantage == "reinforce++":
+            raise InvalidRequestError(
+                "cannot be combined with credit = turn",
+                field="RLConfig.advantage",
+                value=self.advantage,
+                remedy='Set advantage="std_batch" or credit="rollout"',
+            )
         if self.baseline != "group" and (self.advantage == "rloo" or self.credit == "turn"):
             other = "advantage = rloo" if self.advantage == "rloo" else "credit = turn"
             raise InvalidRequestError(
@@ -219,6 +258,41 @@ class RLConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _correction_is_possible(self) -> Self:
+        if self.correction_low >= self.correction_high:
+            raise InvalidRequestError(
+                f"is not below correction_high = {self.correction_high:g}",
+                field="RLConfig.correction_low",
+                value=self.correction_low,
+                remedy="Try 0.5 and 2",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        limit = self.max_episode_tokens or self.max_tokens
+        if self.truncation == "soft" and not 0 < self.overlong_buffer <= limit:
+            raise InvalidRequestError(
+                f'must be from 1 to the limit of {limit} tokens with truncation="soft"',
+                field="RLConfig.overlong_buffer",
+                value=self.overlong_buffer,
+                remedy=f"Try {max(1, limit // 4)}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_are_the_policys(self) -> Self:
+        if self.logprobs_mode == "processed" and (self.has_kl_penalty or self.correction is not None):
+            what = "a KL penalty" if self.has_kl_penalty else "correction"
+            raise InvalidRequestError(
+                f"cannot be combined with {what}, which needs the policy's own logprobs",
+                field="RLConfig.logprobs_mode",
+                value=self.logprobs_mode,
+                remedy='Set logprobs_mode="raw"',
+            )
+        return self
+
+    @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:
         if self.curriculum_low > self.curriculum_high:
             raise InvalidRequestError(
@@ -247,12 +321,35 @@ class RLConfig(RunConfig):
             return self.temperature
         return self.temperature + (self.temperature_end - self.temperature) * (step - 1) / (self.steps - 1)
 
-    def sampling_params(self, seed: int, temperature: float | None = None) -> SamplingParams:
-        """The sampling settings of the run; `temperature` replaces the run's own."""
+    @property
+    def samples_raw_logprobs(self) -> bool:
+        """Whether the sampler's logprobs are the policy's own: the trainer must then find the same on fresh weights."""
+        unchanged = self.temperature == 1 and self.temperature_end in (None, 1) and self.top_p == 1 and self.top_k == -1
+        return self.logprobs_mode == "raw" or unchanged
+
+    @property
+    def has_kl_penalty(self) -> bool:
+        """Whether there is a KL penalty at any step."""
+        return self.kl_penalty_coef > 0 or bool(self.kl_penalty_coef_end)
+
+    def kl_penalty_coef_at(self, step: int) -> float:
+        """The weight of the KL penalty at `step` (counted from 1)."""
+        if self.kl_penalty_coef_end is None or self.steps < 2:
+            return self.kl_penalty_coef
+        return self.kl_penalty_coef + (self.kl_penalty_coef_end - self.kl_penalty_coef) * (step - 1) / (self.steps - 1)
+
+    def evaluation_params(self, seed: int, temperature: float) -> SamplingParams:
+        """How held-out completions are sampled: without `top_p` and `top_k`."""
         return SamplingParams(
             max_tokens=self.max_tokens,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=temperature,
             seed=seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
+        )
+
+    def sampling_params(self, seed: int, temperature: float | None = None) -> SamplingParams:
+        """How rollouts are sampled; `temperature` replaces the run's own."""
+        return self.evaluation_params(seed, self.temperature if temperature is None else temperature).model_copy(
+            update={"top_p": self.top_p, "top_k": self.top_k, "logprobs_mode": self.logprobs_mode}
         )

@@ -63,7 +63,9 @@ def evaluate(
     config = worker.config
     count = 1 if temperature == 0 else completions
     requests = [
-        GroupRequest(item, index, config.sampling_params(mix_seed(config.seed, EVALUATION_STREAM, index), temperature))
+        GroupRequest(
+            item, index, config.evaluation_params(mix_seed(config.seed, EVALUATION_STREAM, index), temperature)
+        )
         for index, item in enumerate(items)
     ]
     groups = worker.roll_out(sampling_client, requests, group_size=count, grade_alone=True)

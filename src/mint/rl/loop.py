@@ -28,6 +28,7 @@ from mint.rl.heldout_evaluation import HeldoutEvaluation, without_heldout
 from mint.rl.rollout import RolloutBatch
 from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
+from mint.rl.rollouts.replay_buffer import ReplayBuffer
 from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.run_frame import ProgressHook, RunFrame, open_run
 from mint.rl.run_result import RunResult
@@ -151,8 +152,9 @@ class _RLRun:
         worker = RolloutWorker(task, config=config, tokenizer=frame.trainer.get_tokenizer(), calls=calls)
         self.tokenizer = worker.tokenizer
         self.collector = BatchCollector(worker, dataset, self.order, config)
-        reference = KLReference(frame.service, config) if config.kl_penalty_coef else None
-        self.policy_trainer = PolicyTrainer(frame.trainer, reference, config)
+        self.reference = KLReference(frame.service, config) if config.has_kl_penalty else None
+        self.policy_trainer = PolicyTrainer(frame.trainer, self.reference, config)
+        self.replay = ReplayBuffer(task, config)
         self.heldout = HeldoutEvaluation(frame, worker, heldout)
         self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in frame.log.read("tokens.jsonl")))
         if frame.point is not None:
@@ -166,6 +168,9 @@ class _RLRun:
         # older run folders name the evaluations "readings", and some have no digest
         self.heldout.restore(point.state["heldout"] if "heldout" in point.state else point.state["readings"])
         self.state_digest = point.state.get("state_digest")
+        self.replay.restore(point.state.get("replay", ()))
+        if self.reference is not None:
+            self.reference.renew(point.state.get("kl_reference"))
         reader = RunReader(log.folder)
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
@@ -206,6 +211,8 @@ class _RLRun:
             "items": self.order.to_dict(),
             "heldout": self.heldout.to_dict(),
             "state_digest": self.state_digest,
+            "replay": self.replay.to_dict(),
+            "kl_reference": None if self.reference is None else self.reference.path,
         }
         return self.frame.save(step, totals=vars(self.totals), state=state)
 
@@ -244,7 +251,9 @@ class _RLRun:
         step = batch.step
         config = self.config
         lag = int(self.totals.optim_steps) - batch.policy_step
-        update = self.policy_trainer.train(batch, on_policy=lag == 0)
+        trained, replayed = self.replay.replay(batch)
+        update = self.policy_trainer.train(trained, on_policy=lag == 0 and not replayed)
+        self.replay.add(batch.all_groups)
         for group in batch.all_groups:
             rate = success_rate(self.task, group)
             if rate is not None:
@@ -253,6 +262,7 @@ class _RLRun:
             **step_metrics(self.task, batch, update, config.metrics),
             **self.order.curriculum.metrics(),
             "learning_rate": config.learning_rate_at(step, config.steps),
+            "replay/used": float(replayed),
             "staleness/mean": float(lag),
             "staleness/max": float(lag),
             "time/rollouts_s": sampled - began,
@@ -262,6 +272,9 @@ class _RLRun:
         self._count(metrics, update)
         self._record(batch, metrics, update)
         self.totals.seconds += time.monotonic() - began
+        if self.reference is not None and config.kl_reference_every and step % config.kl_reference_every == 0:
+            saved = self.frame.trainer.save_weights_for_sampler(name=f"reference-{step:06d}").result()
+            self.reference.renew(saved.path)
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             self.heldout.evaluate("during", step)
         if self.frame.is_save_due(step, config.steps):

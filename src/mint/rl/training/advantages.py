@@ -2,8 +2,10 @@
 
 The mean-centred advantage, summed over tokens and not divided by the length or the deviation, is the unbiased
 estimator (Dr. GRPO, arXiv 2503.20783). `rloo` is leave-one-out (arXiv 2402.14740), `std` the original GRPO
-(arXiv 2402.03300), `std_batch` divides by the deviation over the whole batch (Lite PPO, arXiv 2508.08221). Where the
-settings hold a function of the user, it is called here, and what it returns is checked.
+(arXiv 2402.03300), `std_batch` divides by the deviation over the whole batch (Lite PPO, arXiv 2508.08221).
+`reinforce++` normalizes what the baseline leaves over the whole batch (arXiv 2501.03262): with the baseline `group` it
+is REINFORCE++-baseline, with `batch` REINFORCE++. Where the settings hold a function of the user, it is called here,
+and what it returns is checked.
 
 Letters: B groups of a batch · G rollouts of one prompt · T tokens of one completion.
 """
@@ -52,7 +54,8 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantages float64 [G].
 
-    `batch_std` is the sample deviation of all rewards of the batch, for `std_batch`. `baseline` None is the mean of the
+    `batch_std` is the sample deviation over the batch: of all rewards for `std_batch`, of what the baseline leaves of
+    them for `reinforce++`. `baseline` None is the mean of the
     group; then all are zero exactly where all rewards are equal, and where G is 1. A function as `estimator` gets the
     rewards less the baseline, or unchanged where that is None.
 
@@ -75,7 +78,7 @@ def group_advantages(
         return centred * (len(rewards) / (len(rewards) - 1))
     if estimator == "std":
         return centred / ((rewards.std(ddof=1) if len(rewards) > 1 else 0.0) + STD_EPS)
-    if estimator == "std_batch":
+    if estimator in ("std_batch", "reinforce++"):
         return centred / (batch_std + STD_EPS)
     return centred
 
@@ -102,17 +105,37 @@ def turn_advantages(
 
 
 def apply_truncation_penalty(groups: Sequence[Group], config: RLConfig) -> list[Group]:
-    """The groups with the penalty of `truncation="penalize"`; other policies leave the rewards unchanged."""
-    if config.truncation != "penalize":
+    """The groups with the penalty of `truncation="penalize"` or `"soft"`; otherwise the rewards stay unchanged."""
+    if config.truncation not in ("penalize", "soft"):
         return list(groups)
     return [
-        replace(group, rollouts=[_with_penalty(rollout, config.truncation_penalty) for rollout in group.rollouts])
+        replace(
+            group, rollouts=[_with_penalty(rollout, _length_penalty(rollout, config)) for rollout in group.rollouts]
+        )
         for group in groups
     ]
 
 
+def _length_penalty(rollout: Rollout, config: RLConfig) -> float:
+    if config.truncation == "penalize":
+        return config.truncation_penalty if rollout.truncated else 0.0
+    whole_episode = config.max_episode_tokens is not None and len(rollout.turns) > 1
+    length = len(rollout.tokens) if whole_episode else max((len(turn.tokens) for turn in rollout.turns), default=0)
+    limit = config.max_episode_tokens if whole_episode and config.max_episode_tokens else config.max_tokens
+    share = 1.0 if rollout.truncated else soft_overlong_share(length, limit, config.overlong_buffer)
+    return config.truncation_penalty * share
+
+
+def soft_overlong_share(length: int, limit: int, buffer: int) -> float:
+    """The share of the penalty of a completion of `length` tokens, from 0 to 1.
+
+    It grows linearly from `limit` - `buffer` to `limit` (soft overlong punishment, DAPO, arXiv 2503.14476).
+    """
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
 def _with_penalty(rollout: Rollout, penalty: float) -> Rollout:
-    if not rollout.truncated or rollout.reward is None:
+    if not penalty or rollout.reward is None:
         return rollout
     parts = rollout.parts or {"reward": rollout.reward}
     turn_rewards = [*rollout.turn_rewards[:-1], *(last - penalty for last in rollout.turn_rewards[-1:])]
@@ -144,15 +167,23 @@ def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[Rollou
     With the baseline `group`, they are 0 in a group with equal rewards.
     """
     rewards_B = [[float(rollout.reward or 0.0) for rollout in counted_rollouts(group, config)] for group in groups]
-    joined = np.concatenate([np.asarray(rewards) for rewards in rewards_B]) if rewards_B else np.zeros(0)
+    rollouts_B = [counted_rollouts(group, config) for group in groups]
+    joined = np.concatenate([np.zeros(0), *map(np.asarray, rewards_B)])
+    mean = float(joined.mean()) if len(joined) else 0.0
+    baselines_B = [_baseline(*pair, mean, config) for pair in zip(groups, rollouts_B, strict=True)]
+    if config.advantage == "reinforce++":
+        left_B = [
+            group_advantages(rewards, baseline=baseline)
+            for rewards, baseline in zip(rewards_B, baselines_B, strict=True)
+        ]
+        joined = np.concatenate([np.zeros(0), *left_B])
+        # Less the mean of the group, the mean over the batch is 0, and equal rewards must give exactly 0.
+        shift = float(joined.mean()) if config.baseline != "group" and len(joined) else 0.0
+        baselines_B = [None if baseline is None else baseline + shift for baseline in baselines_B]
     batch_std = float(joined.std(ddof=1)) if len(joined) > 1 else 0.0
-    batch_mean = float(joined.mean()) if len(joined) else 0.0
     found: list[RolloutAdvantage] = []
-    for group, rewards_G in zip(groups, rewards_B, strict=True):
-        rollouts = counted_rollouts(group, config)
-        advantages_G = group_advantages(
-            rewards_G, config.advantage, batch_std=batch_std, baseline=_baseline(group, rollouts, batch_mean, config)
-        ).tolist()
+    for group, rollouts, rewards_G, baseline in zip(groups, rollouts_B, rewards_B, baselines_B, strict=True):
+        advantages_G = group_advantages(rewards_G, config.advantage, batch_std=batch_std, baseline=baseline).tolist()
         by_turn_G: Sequence[Sequence[float]] = [()] * len(rollouts)
         if config.credit == "turn" and all(rollout.turn_rewards for rollout in rollouts):
             rewards_GN = [rollout.turn_rewards for rollout in rollouts]

@@ -31,16 +31,27 @@ def kl_penalty(policy_logprobs_T: np.ndarray, reference_logprobs_T: np.ndarray, 
 
 
 class KLReference:
-    """The fixed policy of the KL penalty: the policy at the start of the run, unless the settings name another."""
+    """The policy of the KL penalty: that at the start of the run, unless the settings name another or renew it.
+
+    `path` is the checkpoint that the run has made of it; None while it is the one that the settings name.
+    """
 
     def __init__(self, service: ServiceClient, config: RLConfig) -> None:
         """`config.kl_reference` names it; None is `config.init_from`, or the base model without one."""
         named = config.kl_reference or config.init_from or BASE_REFERENCE
-        self.coef = config.kl_penalty_coef
+        self.service = service
+        self.config = config
+        self.path: str | None = None
         self.sampler = checkpoint_sampler(service, config.base_model if named == BASE_REFERENCE else named)
 
-    def penalties(self, rollouts: Sequence[Rollout]) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Per rollout the penalty of each token [T], and the estimates of the KL per token."""
+    def renew(self, path: str | None) -> None:
+        """Makes saved weights the reference; None changes nothing."""
+        if path is not None:
+            self.path = path
+            self.sampler = checkpoint_sampler(self.service, path)
+
+    def penalties(self, rollouts: Sequence[Rollout], step: int) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Per rollout the penalty of each token [T] at `step`, and the estimates of the KL per token."""
         if not rollouts:
             return [], {}
         futures = [
@@ -62,4 +73,6 @@ class KLReference:
             "kl/policy_reference_k1": float(-log_ratio.mean()),
             "kl/policy_reference_k3": float((np.expm1(log_ratio) - log_ratio).mean()),
         }
-        return [kl_penalty(*pair, self.coef) for pair in zip(policy, reference, strict=True)], numbers
+        coef = self.config.kl_penalty_coef_at(step)
+        numbers["kl/penalty_coef"] = coef
+        return [kl_penalty(*pair, coef) for pair in zip(policy, reference, strict=True)], numbers

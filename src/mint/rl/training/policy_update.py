@@ -5,7 +5,8 @@ Letters: T sampled tokens of one rollout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,8 @@ from mint.rl.training.custom_loss import custom_loss
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import rollout_datums
 from mint.rl.training.kl_reference import KLReference
-from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse
+from mint.rl.training.off_policy import correction_factors, correction_metrics
+from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class PolicyTrainer:
         ]
         if not used:
             return PolicyUpdate(counted)
-        advantages, metrics = self._token_advantages(used)
+        advantages, metrics = self._token_advantages(used, batch.step)
         datums_of = [
             rollout_datums(one.rollout, advantages_T=advantages_T, weight=weight)
             for one, advantages_T, weight in zip(used, advantages, loss_weights(used, self.config), strict=True)
@@ -93,15 +95,17 @@ class PolicyTrainer:
         datums = [datum for of_rollout in datums_of for datum in of_rollout]
         prompt_lengths = [len(one.rollout.turns[0].prompt) for one, of in zip(used, datums_of, strict=True) for _ in of]
         findings = check_datums(datums, prompt_lengths, step=batch.step)
-        outputs, steps = self._run_passes(batch.step, self._minibatches(used, datums_of))
+        sent_of, corrected = self._corrected(datums_of, on_policy=on_policy)
+        metrics |= corrected
+        outputs, steps = self._run_passes(batch.step, self._minibatches(used, sent_of))
         metrics |= _measured(outputs, steps)
-        if on_policy:
+        if on_policy and self.config.correction is None and self.config.samples_raw_logprobs:
             first_datums, first_output = outputs[0]
             metrics |= logprob_mismatch(first_datums, first_output)
-        # By identity: a `Datum` holds arrays and has no hash.
+        # By identity: a `Datum` holds arrays and has no hash. Of several epochs, the first.
         results = {
             id(datum): result
-            for minibatch, output in outputs
+            for minibatch, output in reversed(outputs)
             for datum, result in zip(minibatch, output.loss_fn_outputs, strict=True)
         }
         return PolicyUpdate(
@@ -111,9 +115,9 @@ class PolicyTrainer:
                     one.rollout,
                     one.advantage,
                     advantages_T,
-                    _entropies([(datum, results[id(datum)]) for datum in of_rollout]),
+                    _entropies([(datum, results[id(sent)]) for datum, sent in zip(of_rollout, sent_of, strict=True)]),
                 )
-                for one, advantages_T, of_rollout in zip(used, advantages, datums_of, strict=True)
+                for one, advantages_T, of_rollout, sent_of in zip(used, advantages, datums_of, sent_of, strict=True)
             ],
             datums=len(datums),
             metrics=metrics,
@@ -123,15 +127,46 @@ class PolicyTrainer:
             optim_steps=len(steps),
         )
 
-    def _token_advantages(self, used: Sequence[RolloutAdvantage]) -> tuple[list[np.ndarray], dict[str, float]]:
+    def _token_advantages(
+        self, used: Sequence[RolloutAdvantage], step: int
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Per rollout the advantage of each token [T], and the metrics of the KL penalty."""
         if self.reference is None:
             return [one.advantages_T for one in used], {}
-        penalties, metrics = self.reference.penalties([one.rollout for one in used])
+        penalties, metrics = self.reference.penalties([one.rollout for one in used], step)
         return [one.advantages_T - penalty_T for one, penalty_T in zip(used, penalties, strict=True)], metrics
 
+    def _corrected(
+        self, datums_of: Sequence[list[Datum]], *, on_policy: bool
+    ) -> tuple[list[list[Datum]], dict[str, float]]:
+        """The datums of each rollout with the weights of `correction` and the logprobs at the start of the step, which
+        the loss then compares with; unchanged without a correction."""
+        config = self.config
+        if config.correction is None:
+            return [list(datums) for datums in datums_of], {}
+        joined = [datum for datums in datums_of for datum in datums]
+        output = self.training_client.forward(joined, "importance_sampling", {"trained_only": 1.0}).result()
+        rows = iter([result["logprobs"].to_numpy() for result in output.loss_fn_outputs])
+        corrected = []
+        factors = []
+        for datums in datums_of:
+            pairs = [(datum, next(rows)) for datum in datums]
+            sampled = [datum.loss_fn_inputs["logprobs"].to_numpy()[_is_trained(datum)] for datum in datums]
+            factors_T = correction_factors(
+                np.concatenate([row[_is_trained(datum)] for datum, row in pairs]),
+                np.concatenate(sampled),
+                config.correction,
+                low=config.correction_low,
+                high=config.correction_high,
+            )
+            left = iter(factors_T.tolist())
+            corrected.append([_reweighted(datum, row, left) for datum, row in pairs])
+            factors.append(factors_T)
+        metrics = correction_metrics(factors)
+        return corrected, metrics | logprob_mismatch(joined, output) if on_policy else metrics
+
     def _minibatches(self, used: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
-        """The datums of each optimizer step: whole groups, dealt in turn.
+        """The datums of each optimizer step: whole groups, dealt in turn, the same in every epoch.
 
         A group is not divided, because centred advantages have the mean 0 over the whole group only.
         """
@@ -140,7 +175,7 @@ class PolicyTrainer:
         minibatches: list[list[Datum]] = [[] for _ in range(count)]
         for one, datums in zip(used, datums_of, strict=True):
             minibatches[order[id(one.group)] % count] += datums
-        return [minibatch for minibatch in minibatches if minibatch]
+        return [minibatch for minibatch in minibatches if minibatch] * self.config.epochs_per_batch
 
     def _run_passes(
         self, step: int, minibatches: Sequence[list[Datum]]
@@ -177,6 +212,17 @@ def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> 
         "mismatch/max_abs_logprob_diff": float(differences.max()),
         "mismatch/mean_abs_logprob_diff": float(differences.mean()),
     }
+
+
+def _reweighted(datum: Datum, logprobs_N: np.ndarray, factors: Iterator[float]) -> Datum:
+    """The datum with other sampler logprobs, and its trained weights times the next `factors`."""
+    inputs = dict(datum.loss_fn_inputs)
+    weights = inputs["weights"].to_numpy().copy()
+    places = np.flatnonzero(weights)
+    weights[places] *= np.fromiter(itertools.islice(factors, len(places)), np.float64, len(places))
+    inputs["weights"] = TensorData.from_numpy(weights)
+    inputs["logprobs"] = TensorData.from_numpy(np.where(_is_trained(datum), logprobs_N, 0).astype(np.float32))
+    return Datum(datum.model_input, inputs)
 
 
 def _is_trained(datum: Datum) -> np.ndarray:
