@@ -17,7 +17,7 @@ from benchmarks.peers.answering import answer_turns, open_answers, read_spec
 from mint.engine.protocol import AdamSpec, LoraSpec, ModelState, Sample, SampleJob, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config, read_weights
+from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, base_layers, read_config, read_weights
 
 BASE, MODEL = "base", "model"
 
@@ -31,10 +31,9 @@ class _Side:
         self.effective = self.engine.create_model(MODEL, BASE, lora)
         folder = Path(spec["adapter"])
         config = read_config((folder / CONFIG_FILE).read_bytes())
+        base = ModelFolder(Path(spec["base_model"]))
         with (folder / WEIGHTS_FILE).open("rb") as file:
-            self.engine.write_state(
-                MODEL, ModelState(read_weights(file, config, ModelFolder(Path(spec["base_model"]))))
-            )
+            self.engine.write_state(MODEL, ModelState(read_weights(file, config, base, base_layers(base))))
 
     def ready(self) -> dict[str, Any]:
         """Facts of the model, and the probe's logprob before training, with and without the adapter."""

@@ -18,7 +18,7 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.hf_format import write_gguf_ready, write_merged
-from mint.models.peft_format import PeftConfig, read_config, read_weights, write_peft
+from mint.models.peft_format import PeftConfig, base_layers, read_config, read_weights, write_peft
 from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
 
 PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(parts)]
@@ -54,7 +54,7 @@ def _theirs(model: torch.nn.Module) -> np.ndarray:
 def _read(folder: Path, base: Path) -> tuple[PeftConfig, dict[str, np.ndarray]]:
     config = read_config((folder / "adapter_config.json").read_bytes())
     with (folder / "adapter_model.safetensors").open("rb") as file:
-        return config, read_weights(file, config, ModelFolder(base))
+        return config, read_weights(file, config, ModelFolder(base), base_layers(ModelFolder(base)))
 
 
 @pytest.mark.parametrize("shape", ["tied", "untied"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
+from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.cpu.machine_memory import keep_freed_memory, memory_bytes
 from mint.engine.protocol import Engine
@@ -42,7 +43,7 @@ class EmbeddedService:
         except ImportError as error:
             raise _missing(error) from error
         self.data_dir = data_dir
-        options.setdefault("limits", limits_of(settings))
+        options = {"limits": limits_of(settings), "layers_of": lora_layers, **options}
         self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
         self.service.start()
         self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))

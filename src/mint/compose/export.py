@@ -17,6 +17,7 @@ import numpy as np
 
 from mint.client.rest_client import RestClient
 from mint.config import Settings, read_settings
+from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.models import hf_format, peft_format, registry
@@ -110,7 +111,7 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
                 weights = peft_format.read_unchecked(weights_file)
             else:
                 base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
-                weights = peft_format.read_weights(weights_file, config, base)
+                weights = peft_format.read_weights(weights_file, config, base, lora_layers(base))
     _write(folder, _CheckpointWeights(weights, config.rank, config.alpha, base_model), settings, format)
 
 

@@ -27,6 +27,7 @@ from mint.compose.owner_quotas import default_quotas
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
 from mint.dashboard.login import Visitor
+from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
@@ -231,6 +232,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         is_server=True,
         limits=replace(limits_of(base), max_sessions=settings.max_sessions, max_models=settings.max_models),
         logprobs_mode=settings.logprobs_mode,
+        layers_of=lora_layers,
     )
     for name in service.base_models.names:
         service.base_models.folder(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -70,7 +70,6 @@ _CHANGES_FUNCTION = {
     "modules_to_save": "whole layers were trained beside the lora",
     "rank_pattern": "layers have different ranks",
     "alpha_pattern": "layers have different scales",
-    "fan_in_fan_out": "matrices are stored transposed",
     "lora_bias": "the lora has biases",
     "layer_replication": "layers are repeated",
     "trainable_token_indices": "rows of the embedding were trained",
@@ -103,6 +102,10 @@ class Layer:
     part: str
     outputs: int
     inputs: int
+
+
+LayersOf = Callable[[ModelFolder], Mapping[str, Layer]]
+"""Finds the layers of a base model that can have a lora, by PEFT module name."""
 
 
 def module_names(weights: Iterable[str]) -> list[str]:
@@ -264,7 +267,10 @@ def _are_layers(parameters: object) -> bool:
 
 
 def base_layers(folder: ModelFolder) -> dict[str, Layer]:
-    """The layers of a base model that can have a lora, with their shapes, from the headers of its files."""
+    """The layers of a base model that can have a lora, with their shapes, from the headers of its files.
+
+    They are right for the families of mint's own decoder; `engine/bases/lora_layers.py` knows those of all models.
+    """
     tensors = folder.tensors()
     layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
@@ -281,15 +287,17 @@ def base_layers(folder: ModelFolder) -> dict[str, Layer]:
     return layers
 
 
-def read_weights(file: BinaryIO, config: PeftConfig, base: ModelFolder) -> dict[str, np.ndarray]:
-    """The matrices of adapter_model.safetensors by mint's names, in float32.
+def read_weights(
+    file: BinaryIO, config: PeftConfig, base: ModelFolder, layers: Mapping[str, Layer]
+) -> dict[str, np.ndarray]:
+    """The matrices of adapter_model.safetensors by mint's names, in float32; `layers` are those of `base` that can have
+    a lora.
 
     Reads no tensor before every name and shape was found to fit the base model.
 
     Raises:
         InvalidRequestError: the file is damaged, holds something else, or is a lora of another model.
     """
-    layers = base_layers(base)
     stored = UntrustedTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
     found: dict[str, str] = {}
     for name, entry in stored.entries.items():
@@ -360,7 +368,7 @@ def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer],
         count = sum(own.startswith(f"{match['experts']}.") and own.endswith(f".{last}") for own in layers)
         layer, rank = layers.get(f"{match['experts']}.0.{last}"), rank * count
     if layer is None or half not in ("A.weight", "B.weight"):
-        remedy = "mint has loras on q, k, v, o, gate, up, down projections, also fused, on delta nets, and on lm_head"
+        remedy = f"This base model can have loras on {', '.join(sorted({own.rsplit('.', 1)[-1] for own in layers}))}"
         raise _refused(WEIGHTS_FILE, f"holds {entry.name[:120]!a}, which is no lora of such a layer", remedy)
     wanted = (rank, layer.inputs) if half == "A.weight" else (layer.outputs, rank)
     if entry.shape != wanted:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mint.config import Settings
+from mint.engine.bases.lora_layers import lora_layers
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
 from mint.server.callers import LOCAL_OWNER
@@ -126,7 +127,15 @@ class FolderStorage:
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
         # no key owns it: it belongs to this machine
         journal = self._journal(OpenFor.SERVICE)
-        row = import_checkpoint(journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name)
+        row = import_checkpoint(
+            journal,
+            self._data_dir,
+            file,
+            owner=LOCAL_OWNER,
+            base_model=base_model,
+            name=name,
+            layers_of=lora_layers,
+        )
         return CheckpointPath(row.model_id, row.kind, row.name).uri
 
     def sessions(self, limit: int) -> Sequence[SessionSummary]:

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
+from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
+from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
 from mint.engine.model.torch_operations import TorchOperations
@@ -35,12 +35,6 @@ from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor
 from mint.models.transformers_progress import without_progress
-
-_MLP_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe", "fc1", "fc2", "c_fc")
-"""A layer is of the MLP if a part of its path has one of these in it; every other one is of attention."""
-
-_SKIPPED = ("router", "gate")
-"""Last names of layers that choose experts: they are not trained, as in PEFT's recipes."""
 
 
 @dataclass
@@ -77,7 +71,7 @@ class TransformersDecoder:
         self._unembedding = unembedding
         self.vocab_size = int(unembedding.weight.shape[0])
         self._lora: LoraWeights | None = None
-        self._layers = _linear_layers(self._model, unembedding)
+        self._layers = linear_layers(self._model)
         for name, layer in self._layers.items():
             layer.register_forward_hook(_AddLora(self, name))
         self._is_plain = self._unembeds_plainly()
@@ -110,7 +104,11 @@ class TransformersDecoder:
             InvalidRequestError: there is none.
         """
         wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        sites = [Site(name, (name,), *_widths(layer)) for name, layer in self._layers.items() if wanted[_part_of(name)]]
+        sites = []
+        for name, layer in self._layers.items():
+            if wanted[part_of(name)]:
+                inputs, outputs = widths_of(layer)
+                sites.append(Site(name, (name,), inputs, (outputs,)))
         if not sites:
             raise InvalidRequestError(
                 f"trains no linear layer of {self.class_name}",
@@ -287,38 +285,6 @@ def _load_tensors(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor],
     return type(empty).from_pretrained(
         None, config=empty.config, state_dict=state, dtype=dtype, output_loading_info=True
     )
-
-
-def _linear_layers(model: PreTrainedModel, unembedding: nn.Linear) -> dict[str, nn.Module]:
-    """The layers that can have a lora, by their PEFT module names, in the model's order; the unembedding is last.
-
-    Experts whose matrices are stored in one tensor are no linear layers, and stay frozen.
-    """
-    decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and name.startswith(f"{prefix}." if prefix else "")
-        and module is not unembedding
-        and name.rsplit(".", 1)[-1] not in _SKIPPED
-    }
-    return {**layers, UNEMBED: unembedding}
-
-
-def _part_of(name: str) -> str:
-    if name == UNEMBED:
-        return "unembed"
-    return "mlp" if any(word in part for part in name.split(".") for word in _MLP_WORDS) else "attn"
-
-
-def _widths(layer: nn.Module) -> tuple[int, tuple[int, ...]]:
-    """I and O."""
-    if isinstance(layer, Conv1D):  # stores its weight as [I, O]
-        return int(layer.weight.shape[0]), (int(layer.nf),)
-    assert isinstance(layer, nn.Linear)
-    return layer.in_features, (layer.out_features,)
 
 
 def _pad_right(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

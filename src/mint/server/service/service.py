@@ -24,6 +24,7 @@ from mint.engine.protocol import Engine
 from mint.errors import (
     JournalError,
 )
+from mint.models.peft_format import LayersOf, base_layers
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.journal_use import JournalUse
@@ -108,13 +109,15 @@ class Service:
         queue: RequestQueue | None = None,
         limits: ServerLimits | None = None,
         logprobs_mode: LogprobsMode = "raw",
+        layers_of: LayersOf = base_layers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the data directory; `start` begins to work.
 
         `offered` are the names of the base models, None for any. `logprobs_mode` is that of samples for which neither
-        the request nor the caller's key has one. `is_server`: clients reach it over a socket, and come back after its
-        death. `clock` counts seconds and does not jump: by it the engine's time is shared, and sessions are suspended.
+        the request nor the caller's key has one. `layers_of` finds the layers of a base model that an upload may train.
+        `is_server`: clients reach it over a socket, and come back after its death. `clock` counts seconds and does not
+        jump: by it the engine's time is shared, and sessions are suspended.
         """
         try:
             open_data_dir(data_dir)
@@ -142,6 +145,7 @@ class Service:
         )
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
+        self._layers_of = layers_of
         self._clock = clock
         self._housekeeping_at = clock()
         self._forget_at = clock()
@@ -387,6 +391,7 @@ class Service:
             base_model=base_model,
             name=name,
             folder_of=self.base_models.offered_folder,
+            layers_of=self._layers_of,
             reservation=reservation,
         )
 

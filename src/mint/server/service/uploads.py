@@ -24,7 +24,7 @@ from mint.engine.protocol import LORA_ALPHA, LoraSpec, ModelState
 from mint.errors import InvalidRequestError, JournalError, MintError
 from mint.models import peft_format, registry
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, LayersOf
 from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, UntrustedFiles
 from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
@@ -68,13 +68,15 @@ def import_checkpoint(
     base_model: str | None = None,
     name: str | None = None,
     folder_of: Callable[[str], Path] | None = None,
+    layers_of: LayersOf = peft_format.base_layers,
     reservation: Reservation | None = None,
 ) -> CheckpointRow:
     """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
     `base_model` None takes the one that the lora names. `folder_of` finds a base model's folder; the default looks
-    in `MINT_MODELS`. A `reservation` holds what is stored until the checkpoint is there, and may refuse it. The row's
-    `user_metadata["notes"]` say what was changed on the way.
+    in `MINT_MODELS`. `layers_of` finds the layers of a base model that can have a lora. A `reservation` holds what is
+    stored until the checkpoint is there, and may refuse it. The row's `user_metadata["notes"]` say what was changed on
+    the way.
 
     Raises:
         InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
@@ -91,7 +93,7 @@ def import_checkpoint(
     find = folder_of or _registered
     with report_storage_faults():
         with UntrustedFiles(source, data_dir / SCRATCH_FOLDER, before_copy=before_copy) as files:
-            content = _read(files, base_model, find)
+            content = _read(files, base_model, find, layers_of)
         catalog = CheckpointCatalog(journal, data_dir)
         if reservation is not None:
             final_bytes = size_bytes(content.state)
@@ -117,15 +119,15 @@ def _registered(name: str) -> Path:
     return registry.resolve(name, read_settings().model_aliases)
 
 
-def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], Path]) -> _Content:
+def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], Path], layers_of: LayersOf) -> _Content:
     config = peft_format.read_config(files.read(CONFIG_FILE) or b"")
     if config.rank > MAX_RANK:
         raise InvalidRequestError("is above what mint trains", field="r", value=config.rank, remedy=f"Up to {MAX_RANK}")
     ours = _read_manifest(files.read(MANIFEST_FILE))
     base_name, folder = _find_base(base_model, ours, config.base_model, find)
     base = ModelFolder(folder)
-    weights = peft_format.read_weights(files.files[WEIGHTS_FILE], config, base)
-    layers = peft_format.base_layers(base)
+    layers = layers_of(base)
+    weights = peft_format.read_weights(files.files[WEIGHTS_FILE], config, base, layers)
     notes = []
     if config.alpha != LORA_ALPHA:
         weights = peft_format.rescale(weights, config.alpha / LORA_ALPHA)
