@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import signal
 import sys
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,3 +39,13 @@ def test_threads_that_ask_at_once_hear_the_exit_code_that_the_process_had(monkey
             codes = list(threads.map(wait_for_code, [process] * 4))
             assert process.end(60)
             assert {*codes, process.exit_code} == {0}
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_ends_just_before_a_signal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_process, "PRELOADED", [])
+    supervised_process.forks.cache_clear()
+    process = SupervisedProcess(operator.is_not, None)
+    assert process.end(60)
+    monkeypatch.setattr(SupervisedProcess, "exit_code", None)  # what was known when it was last asked
+    process.signal(signal.SIGKILL)

@@ -65,7 +65,8 @@ class SupervisedProcess:
     def signal(self, number: int) -> None:
         """Sends a signal, if it lives."""
         if self._process.pid is not None and self.exit_code is None:
-            os.kill(self._process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self._process.pid, number)
 
     def end(self, patience_s: float) -> bool:
         """Waits for its end, and kills it after `patience_s` seconds; whether it has ended by itself."""
