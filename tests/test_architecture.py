@@ -24,7 +24,7 @@ HOMES: dict[str, frozenset[str]] = {
     "prometheus_client": frozenset({"server/ops/metrics.py"}),
     "sqlite3": frozenset({"server/store", "chaos/power_loss.py"}),
     "google": frozenset({"wire"}),
-    "zstandard": frozenset({"server/http/bodies.py"}),
+    "zstandard": frozenset({"server/http/unpacking.py"}),
     "python_multipart": frozenset({"server/http/file_routes.py"}),
     "safetensors": frozenset({"models"}),
     "transformers": frozenset(

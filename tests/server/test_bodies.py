@@ -35,6 +35,8 @@ def zstd(body: bytes) -> bytes:
 
 def read(*chunks: bytes, bodies: Bodies | None = None, **headers: str) -> bytes:
     async def receive() -> dict[str, Any]:
+        if not waiting:
+            await asyncio.Event().wait()  # the client stays
         await asyncio.sleep(0)
         body = waiting.pop(0)
         return {"type": "http.request", "body": body, "more_body": bool(waiting)}

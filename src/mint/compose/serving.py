@@ -143,6 +143,7 @@ class Server:
             self.keys = self.service.api_keys(defaults=defaults)
             self.service.start(self.keys.quotas_of if access.asks_keys else None)
             opened.pop_all()  # all is open: `run` closes it
+        self._bodies = Bodies(BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s))
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._disk_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-accept")
         guarded = GuardedKeys(self.keys)
@@ -157,7 +158,7 @@ class Server:
             public_url=settings.public_url,
             screen=screen_of(access),
             pages=routes(self._dashboard),
-            bodies=Bodies(BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)),
+            bodies=self._bodies,
             observers=(metrics.observe, log_access),
             metrics=metrics,
             readiness=Readiness(self.service, stuck_after_s=settings.stuck_after_s),
@@ -186,6 +187,7 @@ class Server:
             self._uvicorn.run(sockets=[self._socket])
         finally:
             self._metrics.loop_pauses.stop()
+            self._bodies.close()
             self._disk_threads.shutdown(wait=False)
             self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
             _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import zstandard
 from starlette.requests import Request
 
-from mint.errors import BodyTooLargeError, InvalidRequestError, OverloadedError, UnsupportedBodyError
+from mint.errors import (
+    BodyTooLargeError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnsupportedBodyError,
+)
+from mint.server.http.unpacking import LargeContentError, Unpacker
 
 T = TypeVar("T")
 
 MIB = 1024 * 1024
-INLINE_BYTES = 256 * 1024
-"""Compressed bodies up to this size are decompressed on the event loop, larger ones on a thread."""
-
-STEP_BYTES = 256 * 1024
-MAX_WINDOW_BYTES = 32 * MIB
-"""The memory that a zstd stream may require; level 19 of the usual tools requires 8 MiB."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,11 @@ class Bodies:
         self._held: Counter[str] = Counter()
         self.held_bytes = 0
         """The memory that all bodies hold together."""
+        self._unpacker = Unpacker()
+
+    def close(self) -> None:
+        """Unpacks no more bodies."""
+        self._unpacker.close()
 
     async def read(self, request: Request, owner: str, max_bytes: int | None = None) -> Body:
         """The whole body, decompressed; its memory counts until it is released. `max_bytes` may lower the limit.
@@ -73,6 +77,7 @@ class Bodies:
             BodyTooLargeError: it is, or says that it is, larger than allowed, or grows to be when decompressed.
             UnsupportedBodyError: its encoding is none of identity, gzip, zstd.
             InvalidRequestError: it cannot be decompressed, or broke off.
+            RequestCancelledError: the client disconnected while it was being decompressed.
             OverloadedError: too many bodies are being read, or this one came too slowly; it may be sent again.
         """
         encoding = _encoding(request) if "content-encoding" in request.headers else "identity"
@@ -86,9 +91,7 @@ class Bodies:
         try:
             content = await self._receive(request, body, limit)
             if encoding != "identity":
-                # Its size first, in steps: a bomb is refused before its content takes memory.
-                self.hold(body, await _decompress(_SIZES[encoding], content, encoding, limit))
-                content = await _decompress(_CONTENTS[encoding], content, encoding, limit)
+                content = await unless_client_leaves(request, self._unpack(body, content, encoding, limit))
         except BaseException:
             body.release()
             raise
@@ -112,6 +115,14 @@ class Bodies:
         self._held[owner] += count
         if not self._held[owner]:
             del self._held[owner]
+
+    async def _unpack(self, body: Body, packed: bytes, encoding: str, limit: int) -> bytes:
+        try:
+            # Its size first: a bomb is refused before its content takes memory.
+            self.hold(body, await self._unpacker.size(body.owner, packed, encoding, limit))
+        except LargeContentError:
+            raise _too_large(f"more than {limit} bytes once unpacked", limit) from None
+        return await self._unpacker.content(body.owner, packed, encoding)
 
     async def _receive(self, request: Request, body: Body, limit: int) -> bytes:
         limits = self.limits
@@ -140,17 +151,26 @@ class Bodies:
         return b"".join(chunks)
 
 
-async def _decompress(step: Callable[[bytes, int], T], body: bytes, encoding: str, limit: int) -> T:
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client disconnects. The request's body has been read.
+
+    Raises:
+        RequestCancelledError: the client has disconnected.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
-        if len(body) <= INLINE_BYTES:
-            return step(body, limit)
-        return await asyncio.to_thread(step, body, limit)
-    except (zlib.error, zstandard.ZstdError, EOFError) as error:
-        raise InvalidRequestError(
-            f"cannot be unpacked as {encoding}: {error}", field="body", remedy="Send it whole, or without encoding"
-        ) from error
-    except _BombError:
-        raise _too_large(f"more than {limit} bytes once unpacked", limit) from None
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestCancelledError("the client went away")
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_large(value: str, limit: int) -> BodyTooLargeError:
@@ -171,60 +191,3 @@ def _encoding(request: Request) -> str:
             remedy="Send the body as it is, or with one of gzip and zstd",
         )
     return "zstd" if wanted[0] == "zstd" else "gzip"
-
-
-class _BombError(Exception):
-    """The decompressed body is larger than allowed."""
-
-
-def _gzip_size(body: bytes, limit: int) -> int:
-    size = 0
-    for piece in _gzip_pieces(body):
-        size += len(piece)
-        if size > limit:
-            raise _BombError
-    return size
-
-
-def _gzip_pieces(body: bytes) -> Iterator[bytes]:
-    """The content of all members of a gzip stream, a step at a time."""
-    while body:
-        member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-        is_over = False
-        while not is_over:
-            piece = member.decompress(body, STEP_BYTES)
-            body, is_over = member.unconsumed_tail, member.eof
-            if not (piece or body or is_over):
-                raise EOFError("it ends too early")
-            yield piece
-        body = member.unused_data
-
-
-def _decompress_gzip(body: bytes, _limit: int) -> bytes:
-    return b"".join(_gzip_pieces(body))
-
-
-def _zstd_size(body: bytes, limit: int) -> int:
-    size = 0
-    reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body, read_across_frames=True)
-    while piece := reader.read(STEP_BYTES):
-        size += len(piece)
-        if size > limit:
-            raise _BombError
-    return size
-
-
-def _decompress_zstd(body: bytes, _limit: int) -> bytes:
-    """Only after `_zstd_size`: this way of reading notices that a stream is cut short, but cannot be limited."""
-    parts: list[bytes] = []
-    while body:
-        frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
-        parts.append(frame.decompress(body))
-        if not frame.eof:
-            raise EOFError("it ends too early")
-        body = frame.unused_data
-    return b"".join(parts)
-
-
-_SIZES: Mapping[str, Callable[[bytes, int], int]] = {"gzip": _gzip_size, "zstd": _zstd_size}
-_CONTENTS: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _decompress_gzip, "zstd": _decompress_zstd}

@@ -6,18 +6,17 @@ cancelled.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import mint.wire as wire
-from mint.errors import MintError, OverloadedError, RequestCancelledError
+from mint.errors import MintError, OverloadedError
+from mint.server.http.bodies import unless_client_leaves
 from mint.server.http.route_table import Call, Operation, RouteRow
 from mint.server.openai.generation import ChoiceDelta, generate
 from mint.server.openai.generation_requests import GenerationRequest, read_chat, read_completion
@@ -72,37 +71,15 @@ async def chat_completions(call: Call) -> Response:
 async def _send(call: Call, generation: GenerationRequest, writer: Writer, *, stream: bool, usage: bool) -> Response:
     source = generate(call.service, generation, live=stream)
     if not stream:
-        return _respond(await _unless_client_leaves(call.request, _whole(source, writer)))
+        return _respond(await unless_client_leaves(call.request, _whole(source, writer)))
     # errors before the first token have a status of their own, so the stream begins after it
-    first = await _unless_client_leaves(call.request, anext(source))
+    first = await unless_client_leaves(call.request, anext(source))
     return StreamingResponse(_events(source, first, writer, usage=usage), media_type="text/event-stream")
 
 
 async def _whole(source: AsyncGenerator[ChoiceDelta], writer: Writer) -> BaseModel:
     async with aclosing(source):
         return writer.whole([_counted(writer, delta) async for delta in source])
-
-
-async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client disconnects.
-
-    Raises:
-        RequestCancelledError: the client has disconnected.
-    """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise RequestCancelledError("the client went away")
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _events(
