@@ -18,6 +18,7 @@ from waiting import HANG_S
 from mint import wire
 from mint.errors import InvalidRequestError, MintError
 from mint.server.ops.stopped_models import stopped_models
+from mint.server.service.decoding_process import LESS_URGENT
 from mint.server.service.large_request_reader import LARGE_JSON_BYTES, LargeRequestReader
 from mint.server.service.request_reader import RequestReader
 
@@ -127,6 +128,13 @@ def test_a_repeated_large_request_in_other_bytes_is_the_same_request(tmp_path: P
         assert person.post("forward_backward", large(passing(model)) + b"\n") == promise
         other = large(passing(model, forward_only=True))
         assert person.send("POST", f"{API}/forward_backward", other).status_code == 400
+
+
+def test_the_process_leaves_the_cores_to_the_server_when_both_need_them(reader: LargeRequestReader) -> None:
+    outcome(reader.read_training, *REQUESTS["pass"], JSON)
+    [process_id] = reader.process_ids
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process_id) == min(19, own + LESS_URGENT)
 
 
 def test_a_process_that_dies_is_replaced(reader: LargeRequestReader) -> None:
