@@ -102,7 +102,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families that run on the modules of transformers, and what each adds to the shape of `write_other_model`."""
 
-WITHOUT_MLP_IN_PEFT = {"nemotron_h", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
+WITHOUT_MLP_IN_PEFT = {"qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
 """Where loras on the MLP have no equal of the same names in PEFT: mixtures whose experts have one each."""
 
 UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,45 @@ def test_greedy_samples_equal_generate_and_the_sampler_agrees_with_the_trainer(f
         whole = np.concatenate([prompt, sample.tokens])
         trained = engine.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY)
         assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sample.logprobs).max() <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2", "olmo_hybrid"])
+def test_samples_that_a_hybrid_decodes_together_are_those_that_it_decodes_alone(family: str, tmp_path: Path) -> None:
+    """Those of one job share a batch, jobs with prompts of other lengths take turns."""
+    write_other_model(tmp_path, family)
+    engine = _trained(tmp_path)
+    engine.publish("m", "w")
+    rng = np.random.default_rng(4)
+    jobs = [
+        job(rng.integers(3, 97, length), weights_id="w", num_samples=4, max_tokens=20, seed=length)
+        for length in (1, 7, 30)
+    ]
+    together = engine.sample(jobs)
+    for own, result in zip(jobs, together, strict=True):
+        (again,) = engine.sample([own])
+        for sample, other in zip(result.samples, again.samples, strict=True):
+            assert np.array_equal(sample.tokens, other.tokens) and np.array_equal(sample.logprobs, other.logprobs)
+        (one,) = engine.sample([replace(own, num_samples=1)])
+        assert np.array_equal(one.samples[0].tokens, result.samples[0].tokens)
+        assert np.abs(one.samples[0].logprobs - result.samples[0].logprobs).max() <= 1e-5
+
+
+def test_nemotron_h_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
+    """At this width some time steps are below the least that transformers takes over whole sequences alone."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "head_dim": 64}
+    reference = write_other_model(tmp_path, "nemotron_h", **shape)
+    engine = _engine(tmp_path)
+    settings = engine.load_base("base", "").settings
+    assert settings["sampling_cache"] != "none" and settings["sampler_trainer_logit_difference"] <= 1e-4
+    tokens = np.random.default_rng(1).integers(3, 97, 30)
+    (result,) = engine.sample([job(tokens, temperature=0.0, num_samples=2, max_tokens=40)])
+    for sample in result.samples:
+        whole = torch.from_numpy(np.concatenate([tokens, sample.tokens]))[None]
+        with torch.no_grad():
+            logits = reference(input_ids=whole, use_cache=False).logits[0, len(tokens) - 1 : -1]
+        assert np.array_equal(logits.argmax(-1).numpy(), sample.tokens)
+        best = logits.log_softmax(-1).amax(-1).numpy()
+        assert np.abs(best - sample.logprobs).max() <= 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

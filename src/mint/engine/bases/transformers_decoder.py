@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
+from mint.engine.bases.transformers_corrections import correct_steps
 from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
@@ -74,6 +75,7 @@ class TransformersDecoder:
         self._layers = linear_layers(self._model)
         for name, layer in self._layers.items():
             layer.register_forward_hook(_AddLora(self, name))
+        correct_steps(self._model)
         self._is_plain = self._unembeds_plainly()
 
     @property
