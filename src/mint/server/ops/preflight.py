@@ -15,6 +15,7 @@ from pathlib import Path
 from mint.errors import InvalidRequestError, MintError
 from mint.models import registry
 from mint.server.http.auth import is_loopback
+from mint.server.lost_journal import require_journal
 from mint.server.ops.open_files import require_open_files
 from mint.server.store.database import check_file
 from mint.server.store.instances import require_no_server
@@ -117,7 +118,7 @@ def examine(
     names = {**aliases, **{name: target for name, target in offered.items() if target != name}}
     return [
         _check_result("data directory", lambda: _data_dir(data_dir)),
-        _check_result("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
+        _check_result("schema", lambda: _schema(data_dir)),
         _check_result("address", access),
         _check_result("port", free_port),
         _check_result("open files", lambda: f"{require_open_files()} may be open"),
@@ -151,7 +152,9 @@ def _data_dir(folder: Path) -> str:
     return f"{folder} can be written" if existing == folder else f"{folder} will be made"
 
 
-def _schema(file: Path) -> str:
+def _schema(data_dir: Path) -> str:
+    require_journal(data_dir)
+    file = data_dir / JOURNAL_FILE
     if not file.is_file():
         return "no database yet; it will be made"
     version, found = check_file(file)

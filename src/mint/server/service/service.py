@@ -29,6 +29,7 @@ from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits, default_published_bytes
+from mint.server.lost_journal import open_journal
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
@@ -48,7 +49,7 @@ from mint.server.storage_state import START_REMEDY, StorageProblem, starting
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
-from mint.server.store.journal import JOURNAL_FILE, Journal, record_bytes, request_bytes
+from mint.server.store.journal import record_bytes, request_bytes
 from mint.server.store.keys import ApiKeys
 from mint.server.store.obsolete import JobRemoval, OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
@@ -126,7 +127,7 @@ class Service:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy=START_REMEDY) from error
         self.data_dir = data_dir
         self.limits = limits or ServerLimits()
-        self._journal = Journal(data_dir / JOURNAL_FILE)
+        self._journal = open_journal(data_dir)
         self.training_runs = TrainingRunCatalog(self._journal, data_dir)
         self.checkpoints = CheckpointCatalog(self._journal, data_dir)
         self.stored_sessions = SessionCatalog(self._journal)

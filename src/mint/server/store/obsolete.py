@@ -12,13 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from mint.errors import JournalError
+from mint.server.store.checkpoint_folders import MANIFEST_FILE
 from mint.server.store.journal import Journal
 
 log = logging.getLogger("mint.store")
 
-ORPHAN_AGE_S = 3600.0
+SET_ASIDE = "set_aside"
+ORPHAN_AGES_S = {"snapshots": 3600.0, "published": 3600.0, "checkpoints": 3600.0, SET_ASIDE: 7 * 86_400.0}
+"""How old an orphan in each folder gets."""
+
 SEEN_FILE = Path("tmp", "orphans.json")
-FOLDERS = ("snapshots", "published", "checkpoints")
 
 REMOVAL_PAUSE_S = 0.01
 """Between two batches of jobs, so that others write to the journal, too."""
@@ -43,6 +46,8 @@ class OrphanSweep:
     A file that no row names may still be in the making, by this or another process. So it must have been seen there,
     unchanged, for an hour in which a service ran. No time of day counts, because a clock that jumps would delete files
     in use. One process at a time may sweep.
+
+    A checkpoint with a manifest is set aside for a week of service first: somebody may have restored the wrong journal.
     """
 
     def __init__(self, journal: Journal, data_dir: Path) -> None:
@@ -55,7 +60,7 @@ class OrphanSweep:
         before = self._seen()
         now: dict[str, tuple[str, float]] = {}
         named = self._journal.named_files()
-        for folder in FOLDERS:
+        for folder, limit_s in ORPHAN_AGES_S.items():
             for path in (self._data_dir / folder).glob("*"):
                 name = str(path.relative_to(self._data_dir))
                 if name in named:
@@ -63,13 +68,21 @@ class OrphanSweep:
                 state = _state_of(path)
                 known, seen_s = before.get(name, (state, 0.0))
                 age_s = seen_s + running_s if name in before and known == state else 0.0
-                if age_s >= ORPHAN_AGE_S:
-                    log.info("orphan %s removed", path)
-                    _remove(path)
+                if age_s >= limit_s:
+                    self._take_away(path)
                 else:
                     now[name] = state, age_s
         if now != before:
             self._file.write_text(json.dumps(now))
+
+    def _take_away(self, path: Path) -> None:
+        target = self._data_dir / SET_ASIDE / path.name
+        if path.parent.name == "checkpoints" and (path / MANIFEST_FILE).is_file() and not target.exists():
+            path.rename(target)
+            log.warning("checkpoint %s, which the journal does not name, was moved to %s", path, target)
+        else:
+            _remove(path)
+            log.info("orphan %s removed", path)
 
     def _seen(self) -> dict[str, tuple[str, float]]:
         try:
