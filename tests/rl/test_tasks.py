@@ -297,6 +297,52 @@ class ReverseTaskset(vf.Taskset[ReverseTask, ReverseConfig]):
             )
 '''
 
+ENVIRONMENT = '''
+"""A taskset with an environment of many turns, and one for two agents."""
+import verifiers.v1 as vf
+
+__all__ = ["HiddenTaskset", "HiddenEnv"]
+
+class HiddenData(vf.TaskData):
+    number: int
+
+class HiddenTask(vf.Task[HiddenData]):
+    @vf.reward(weight=0.5)
+    async def found(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == str(self.data.number))
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+class HiddenConfig(vf.TasksetConfig):
+    count: int = 10
+
+class HiddenTaskset(vf.Taskset[HiddenTask, HiddenConfig]):
+    def load(self):
+        for number in range(self.config.count):
+            yield HiddenTask(
+                HiddenData(prompt="Guess my number.", system_prompt="Digits only.", number=number), self.config.task
+            )
+
+class HiddenEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class HiddenEnv(vf.Env[HiddenEnvConfig]):
+    async def run(self, task, agents):
+        guesses = 1
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated and segment.last_reply != str(task.data.number) and guesses < 3:
+                if not segment.last_reply.isdigit():
+                    raise ValueError("no digits")
+                guesses += 1
+                hint = "higher" if int(segment.last_reply) < task.data.number else "lower"
+                segment = await interaction.turn(f"It is {hint}.")
+        interaction.trace.record_reward("speed", 1 / guesses, 0.5)
+'''
+TWO_AGENTS = ENVIRONMENT.replace("player: vf", "judge: vf.AgentConfig = vf.AgentConfig()\n    player: vf")
+
 USE_THEM = """
 import asyncio, json, sys
 from pathlib import Path
@@ -310,7 +356,9 @@ question = next(each for each in task.build_dataset() if each.answer != each.ans
 replies = [question.answer, question.answer[::-1], "x"]
 graded = [asyncio.run(task.compute_reward(reply, question)) for reply in replies]
 refusals = []
-for name, options in (("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1}), ("boxed_taskset", {})):
+for name, options in (
+    ("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1}), ("boxed_taskset", {}), ("two_agents", {})
+):
     try:
         load_task(f"verifiers:{name}", **options)
     except mint.errors.InvalidRequestError as error:
@@ -318,8 +366,28 @@ for name, options in (("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1})
 config = choice.config.changed(steps=1, batch_size=4, group_size=2, run_dir=folder / "run")
 with mint.ServiceClient(data_dir=folder / "service") as service:
     result = run_grpo(task, config, service_client=service)
-rows = [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+    hidden = load_task("verifiers:hidden_env", count=20, heldout=0.25).adapter
+    turns = config.changed(max_turns=4, run_dir=folder / "turns")
+    played = run_grpo(hidden, turns, service_client=service)
+turn_rows = [json.loads(line) for line in (folder / "turns" / "rollouts.jsonl").read_text().splitlines()]
+
+async def play(replies):
+    env = hidden.make_env(next(task for task in hidden.build_dataset() if task.data.number == 4))
+    said = [message["content"] for message in await env.initial_observation()]
+    for reply in replies:
+        step = env.cut_off("length") if reply is None else env.step({"role": "assistant", "content": reply})
+        try:
+            result = await step
+        except ValueError as error:
+            return said, str(error)
+        said += [message["content"] for message in result.next_messages]
+    return said, [result.episode_done, result.reward, dict(result.parts), dict(result.metrics)]
+
 print(json.dumps({
+    "hidden": [asyncio.run(play(replies)) for replies in (["4"], ["7", "4"], ["1", "2", "3"], ["1", None], ["x"])],
+    "hidden_sizes": [len(hidden.build_dataset()), len(hidden.build_heldout())],
+    "hidden_rollouts": [[row["stop_reason"], row["error"], sorted(row["parts"])] for row in turn_rows],
     "sizes": [len(task.build_dataset()), len(task.build_heldout())],
     "values": [one.value for one in graded], "parts": dict(graded[0].parts), "info": dict(graded[0].info),
     "refusals": refusals, "samples": result.samples, "part_names": sorted(rows[0]["parts"]),
@@ -332,7 +400,7 @@ NEEDS_RUNTIME = TASKSETS.replace("trace: vf.Trace) -> float:\n        return flo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(tmp_path: Path) -> None:
+def test_verifiers_tasksets_run_through_our_loop_in_one_turn_and_in_many(tmp_path: Path) -> None:
     """Installs verifiers 0.4.0 (about 570 MB) beside this environment's packages, which it must not change."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
@@ -352,6 +420,8 @@ def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(
     (Path(site) / "zz_mint.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n{tmp_path}\n")
     (tmp_path / "reverse_taskset.py").write_text(TASKSETS)
     (tmp_path / "boxed_taskset.py").write_text(NEEDS_RUNTIME)
+    (tmp_path / "hidden_env.py").write_text(ENVIRONMENT)
+    (tmp_path / "two_agents.py").write_text(TWO_AGENTS)
     script = tmp_path / "use_them.py"
     script.write_text(USE_THEM)
     ran = subprocess.run([python, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
@@ -364,4 +434,20 @@ def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(
     assert "cannot be loaded" in seen["refusals"][0]
     assert "cuont" in seen["refusals"][1]
     assert "scores exact in the agent's runtime" in seen["refusals"][2]
+    assert "has 2 agents (judge, player)" in seen["refusals"][3]
     assert (seen["samples"], seen["part_names"], seen["errors"]) == (8, ["exact", "letters"], [])
+    opening = ["Digits only.", "Guess my number."]
+    assert seen["hidden"] == [
+        [opening, [True, 1.0, {"found": 0.5, "speed": 0.5}, {"turns": 1.0}]],
+        [[*opening, "It is lower."], [True, 0.75, {"found": 0.5, "speed": 0.25}, {"turns": 2.0}]],
+        [
+            [*opening, "It is higher.", "It is higher."],
+            [True, pytest.approx(1 / 6), {"found": 0.0, "speed": pytest.approx(1 / 6)}, {"turns": 3.0}],
+        ],
+        [[*opening, "It is higher."], [True, 0.25, {"found": 0.0, "speed": 0.25}, {"turns": 1.0}]],
+        [opening, "no digits"],
+    ]
+    assert sum(seen["hidden_sizes"]) == 20
+    assert len(seen["hidden_rollouts"]) == 8
+    for reason, error, parts in seen["hidden_rollouts"]:
+        assert error is not None or (reason in ("env", "length", "max_turns") and parts == ["found", "speed"])

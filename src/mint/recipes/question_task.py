@@ -102,8 +102,12 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[in
 
 def is_heldout(question: Question, share: float) -> bool:
     """Whether a hash of the prompt puts the question into the held-out `share`."""
-    digest = hashlib.sha256(question.text.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+    return hash_share(question.text) < share
+
+
+def hash_share(key: str) -> float:
+    """A number in [0, 1) from a hash of `key`: a share of it holds out the same items in every run."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
 def one_side(questions: Iterable[Question], *, heldout: bool, share: float, limit: int | None = None) -> list[Question]:

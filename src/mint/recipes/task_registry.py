@@ -3,7 +3,9 @@
     math · chat · code · tools            the recipes of this package
     reasoning_gym:NAME                    a generator of the reasoning-gym package
     file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
-    verifiers:NAME                        a single-turn taskset of the verifiers package
+    verifiers:NAME                        a taskset of the verifiers package, of one turn or many
+    textarena:GAME                        a game of one player of the textarena package
+    ifeval:CONSTRAINTS                    requests with constraints of IFEval, checked by the if-verifiable package
     module:Class · path/to/file.py:Class  an adapter of your own
 
 A task is imported only when it is asked for.
@@ -42,11 +44,14 @@ RECIPES = {
 SOURCES = {
     "reasoning_gym": ("mint.recipes.task_sources.reasoning_gym", "ReasoningGymAdapter"),
     "file": ("mint.recipes.task_sources.files", "FileAdapter"),
-    "verifiers": ("mint.recipes.task_sources.verifiers", "VerifiersAdapter"),
+    "verifiers": ("mint.recipes.task_sources.verifiers", "load_verifiers_task"),
+    "textarena": ("mint.recipes.task_sources.textarena", "TextArenaAdapter"),
+    "ifeval": ("mint.recipes.task_sources.ifeval", "IFEvalAdapter"),
 }
-"""Prefix → module and adapter; the rest of the name is the adapter's first argument."""
+"""Prefix → module, and the adapter or a function that makes one; the rest of the name is its first argument."""
 
-CHOICES = "math, chat, code, tools, sums, reasoning_gym:NAME, file:PATH, verifiers:NAME, module:Class or path.py:Class"
+CHOICES = ", ".join([*RECIPES, "reasoning_gym:NAME", "file:PATH", "verifiers:NAME", "textarena:GAME"])
+CHOICES += ", ifeval:CONSTRAINTS, module:Class or path.py:Class"
 
 
 @dataclass(frozen=True)

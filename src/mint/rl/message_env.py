@@ -36,7 +36,7 @@ class MessageStepResult:
 
 
 class MessageEnv(ABC):
-    """One episode. Both methods may be `async`. An exception ends this episode alone; it is counted and logged."""
+    """One episode. Its methods may be `async`. An exception ends this episode alone; it is counted and logged."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, passed to the chat template as `tools=`."""
@@ -49,6 +49,6 @@ class MessageEnv(ABC):
     def step(self, message: Message) -> MessageStepResult | Awaitable[MessageStepResult]:
         """Answers the policy's `message` (role assistant; content without special tokens, with tool-call markup)."""
 
-    def cut_off(self, reason: str) -> MessageStepResult:
+    def cut_off(self, reason: str) -> MessageStepResult | Awaitable[MessageStepResult]:
         """The reward when a limit ends the episode (`max_turns`, `max_episode_tokens`, `wall_time`, `length`)."""
         return MessageStepResult(0.0)
