@@ -45,7 +45,9 @@ HOMES: dict[str, frozenset[str]] = {
     "pydantic_monty": frozenset({"sandbox/monty.py"}),
     "reasoning_gym": frozenset({"recipes/task_sources/reasoning_gym.py"}),
     "datasets": frozenset({"recipes/task_sources/files.py"}),
-    "verifiers": frozenset({"recipes/task_sources/verifiers.py"}),
+    "verifiers": frozenset({"recipes/task_sources/verifiers.py", "recipes/task_sources/verifiers_episodes.py"}),
+    "textarena": frozenset({"recipes/task_sources/textarena.py"}),
+    "if_verifiable": frozenset({"recipes/task_sources/ifeval.py"}),
 }
 TORCH_VALUES = {("types/tensors.py", "torch"), ("client/custom_loss.py", "torch")}
 """Where a user's own torch tensors are made or read, imported inside the function."""

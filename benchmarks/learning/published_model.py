@@ -53,9 +53,9 @@ SETTINGS = RLConfig(
 
 SHORT_CONSTRAINTS = (
     "change_case:english_lowercase,change_case:english_capital,detectable_format:title,startend:quotation,"
-    "startend:end_checker,keywords:existence,detectable_content:postscript,detectable_format:number_highlighted_sections"
+    "keywords:existence,detectable_format:number_highlighted_sections"
 )
-"""The constraints of IFEval that a reply of 28 tokens can satisfy."""
+"""The constraints of IFEval that a sentence of 20 tokens can satisfy."""
 
 SOLVED = "State the final answer to the following arithmetic problem: 3 + 4 = 7\n"
 """One solved question before each question of chain_sum."""
@@ -92,9 +92,9 @@ class Entry:
 ENTRIES = {
     "sums": Entry(
         "reasoning-gym chain_sum",
-        {"batch_size": 16, "steps": 20, "max_tokens": 6, "stop": ["\n"], "temperature": 1.0},
+        {"batch_size": 8, "steps": 20, "max_tokens": 6, "stop": ["\n"], "temperature": 1.0},
     ),
-    "ifeval": Entry("IFEval constraints", {"max_tokens": 28}),
+    "ifeval": Entry("IFEval constraints", {"max_tokens": 20, "steps": 14, "lr_schedule": "constant"}),
     "guess": Entry("textarena GuessTheNumber, three turns", {"max_tokens": 6, "max_turns": 3, "stop": ["\n"]}),
 }
 

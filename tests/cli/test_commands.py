@@ -88,6 +88,25 @@ def test_a_checkpoint_and_a_base_model_are_read_on_a_task(trained: dict[str, Any
     assert base["0"]["mean"] == trained["heldout_before"]["mean"]
 
 
+def test_checkpoints_are_compared_on_several_tasks(trained: dict[str, Any], prompts: str, home: Path) -> None:
+    picture = home / "readings.png"
+    path = home / "more.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:40]))
+    more = f"file:{path}"
+    words = ("--against", "mint/tiny", "--also", more, "--seeds", "2", "--plot", str(picture))
+    rows = last_line("eval", trained["checkpoint"], prompts, *SETTINGS, *words)
+    assert [(row["task"], row["checkpoint"], row["temperature"]) for row in rows] == [
+        (task, checkpoint, temperature)
+        for task in (prompts, more)
+        for temperature in (0.0, 1.0)
+        for checkpoint in (trained["checkpoint"], "mint/tiny")
+    ]
+    assert rows[0]["mean"] == trained["heldout_after"]["mean"]
+    assert rows[1]["mean"] == trained["heldout_before"]["mean"]
+    assert rows[1]["difference"]["mean"] == pytest.approx(rows[0]["mean"] - rows[1]["mean"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_is_diagnosed_with_its_ledger(trained: dict[str, Any]) -> None:
     found = last_line("diagnose", trained["run_dir"])
     assert all(finding["severity"] != "error" for finding in found["findings"])

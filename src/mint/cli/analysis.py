@@ -6,8 +6,10 @@ Each command reads its arguments, calls one function of `mint.rl` and prints the
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +21,8 @@ from mint.cli.train import Json
 from mint.errors import MintError
 
 TASK_HELP = (
-    "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, file:PATH, module:Class or path.py:Class"
+    "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, textarena:GAME, ifeval:CONSTRAINTS, file:PATH, "
+    "module:Class or path.py:Class"
 )
 
 
@@ -27,22 +30,46 @@ def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="mint://… or the name of a base model")],
     task: Annotated[str, typer.Argument(help=TASK_HELP)],
     assignments: Assignments = None,
+    against: Annotated[list[str] | None, typer.Option(help="another checkpoint to compare with; repeatable")] = None,
+    also: Annotated[list[str] | None, typer.Option(help="another task; repeatable")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="completions of each item at temperature 1")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="a PNG of the readings")] = None,
     as_json: Json = False,
 ) -> None:
-    """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts."""
+    """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts. Several checkpoints or
+    tasks are compared item by item, with the interval of the paired difference."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task
-    from mint.rl.analysis.report import print_estimates
+    from mint.rl.analysis.comparison import compare_checkpoints
+    from mint.rl.analysis.report import print_estimates, print_readings
     from mint.rl.heldout_evaluation import evaluate_checkpoint
+    from mint.rl.tracking.plot import plot_readings
 
+    people = Console(stderr=as_json)
+    checkpoints, tasks = [checkpoint, *(against or [])], list(dict.fromkeys([task, *(also or [])]))
     try:
-        with open_task(task, parse_assignments(assignments or [])) as choice, ServiceClient() as service:
-            estimates = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
+        with ExitStack() as opened:
+            service = opened.enter_context(ServiceClient())
+            words = parse_assignments(assignments or [])
+            choices = {name: opened.enter_context(open_task(name, words)) for name in tasks}
+            if len(checkpoints) == len(tasks) == seeds == 1 and plot is None:
+                choice = choices[task]
+                estimates = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
+                print_estimates(people, f"{checkpoint} on {task}", estimates)
+                rows: Any = {f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}
+            else:
+                pairs = {name: (choice.adapter, choice.config) for name, choice in choices.items()}
+                readings = compare_checkpoints(checkpoints, pairs, seeds=seeds, service=service)
+                print_readings(people, readings)
+                rows = [reading.to_dict() for reading in readings]
+                if plot is not None:
+                    plot_readings(
+                        plot, rows, title=f"held-out reward, {seeds} seeds" if seeds > 1 else "held-out reward"
+                    )
     except MintError as error:
         fail(error, as_json=as_json)
-    print_estimates(Console(stderr=as_json), f"{checkpoint} on {task}", estimates)
     if as_json:
-        typer.echo(json.dumps({f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}))
+        typer.echo(json.dumps(rows))
 
 
 def diagnose(

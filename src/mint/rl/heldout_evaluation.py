@@ -17,7 +17,7 @@ from mint.rl.adapter import Task, as_task, task_name
 from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import RLConfig
 from mint.rl.estimate import Estimate, estimate
-from mint.rl.rollout import GroupRequest, Rollout
+from mint.rl.rollout import Group, GroupRequest, Rollout
 from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.run_frame import RunFrame
 from mint.rl.seeds import mix_seed
@@ -60,19 +60,50 @@ def evaluate(
     Raises:
         RequestFailedError: not one item could be sampled.
     """
-    config = worker.config
     count = 1 if temperature == 0 else completions
+    groups = sample_heldout(worker, sampling_client, items, temperature=temperature, completions=count)
+    estimated = estimate(worker.task, groups, completions=count, temperature=temperature)
+    return estimated, [group.rollouts[0] for group in groups if group.rollouts]
+
+
+def sample_heldout(
+    worker: RolloutWorker,
+    sampling_client: SamplingClient,
+    items: Sequence[Any],
+    *,
+    temperature: float,
+    completions: int,
+) -> list[Group]:
+    """The graded completions of each item, in order.
+
+    Raises:
+        RequestFailedError: not one item could be sampled.
+    """
+    config = worker.config
     requests = [
         GroupRequest(
             item, index, config.evaluation_params(mix_seed(config.seed, EVALUATION_STREAM, index), temperature)
         )
         for index, item in enumerate(items)
     ]
-    groups = worker.roll_out(sampling_client, requests, group_size=count, grade_alone=True)
+    groups = worker.roll_out(sampling_client, requests, group_size=completions, grade_alone=True)
     if groups and all(group.error for group in groups):
         raise RequestFailedError(f"no held-out prompt could be sampled; the first said: {groups[0].error}")
-    estimated = estimate(worker.task, groups, completions=count, temperature=temperature)
-    return estimated, [group.rollouts[0] for group in groups if group.rollouts]
+    return groups
+
+
+def heldout_items(task: Task, config: RLConfig) -> list[Any]:
+    """The first `heldout_size` held-out items.
+
+    Raises:
+        InvalidRequestError: the task has none.
+    """
+    heldout = list(task.build_heldout())[: config.heldout_size]
+    if not heldout:
+        raise InvalidRequestError(
+            "has no held-out set", field="task", value=task_name(task), remedy="Give it a build_heldout()"
+        )
+    return heldout
 
 
 def evaluate_checkpoint(
@@ -84,11 +115,7 @@ def evaluate_checkpoint(
         InvalidRequestError: the task has no held-out set.
     """
     task = as_task(adapter)
-    heldout = list(task.build_heldout())[: config.heldout_size]
-    if not heldout:
-        raise InvalidRequestError(
-            "has no held-out set", field="task", value=task_name(task), remedy="Give it a build_heldout()"
-        )
+    heldout = heldout_items(task, config)
     sampling_client = checkpoint_sampler(service, checkpoint)
     with closing(open_calls(config)) as calls:
         worker = RolloutWorker(task, config=config, tokenizer=sampling_client.get_tokenizer(), calls=calls)

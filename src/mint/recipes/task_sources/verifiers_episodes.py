@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -137,7 +137,7 @@ class _Policy:
         return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Interaction]:
+    async def interaction(self, task: Any, **_: Any) -> AsyncGenerator[_Interaction]:
         """A conversation; at its end it is scored by the task's rewards and judges."""
         v1 = importlib.import_module("verifiers.v1")
         trace = v1.Trace(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mint.rl.analysis.bisect import Regression
+from mint.rl.analysis.comparison import Reading
 from mint.rl.analysis.doctor import Examination
 from mint.rl.analysis.planner import Plan
 from mint.rl.estimate import Estimate
@@ -78,6 +79,26 @@ def print_estimates(console: Console, title: str, estimates: Mapping[float, Esti
             str(estimate.ungraded),
         )
     console.print(table)
+
+
+def print_readings(console: Console, readings: Sequence[Reading]) -> None:
+    """Compared checkpoints: a table for each task, with the paired difference of the first to each other one."""
+    for task in dict.fromkeys(reading.task for reading in readings):
+        table = Table(title=escape(task))
+        for heading in ("checkpoint", "", "reward (95 %)", "first minus this (95 %)", "the first is", "n", "ungraded"):
+            table.add_column(heading)
+        for reading in (one for one in readings if one.task == task):
+            gap = reading.difference
+            table.add_row(
+                escape(reading.checkpoint),
+                temperature_name(reading.temperature) + (f", {reading.seeds} seeds" if reading.seeds > 1 else ""),
+                interval_text(vars(reading)),
+                "" if gap is None else interval_text(vars(gap)),
+                "" if gap is None else gap.verdict,
+                str(reading.n),
+                str(reading.ungraded),
+            )
+        console.print(table)
 
 
 def print_findings(console: Console, findings: Iterable[Finding]) -> None:

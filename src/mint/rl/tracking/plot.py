@@ -1,4 +1,4 @@
-"""The curves of a run as a PNG. The only file that knows matplotlib."""
+"""The curves of a run, and compared checkpoints, as a PNG. The only file that knows matplotlib."""
 
 from __future__ import annotations
 
@@ -79,6 +79,33 @@ def _save(figure: Any, path: Path) -> None:
             value=str(path),
             remedy="Name a .png in a folder that exists",
         ) from error
+
+
+def plot_readings(path: Path, readings: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """Compared checkpoints: one chart for each task, a dot with its 95 % interval for each reading.
+
+    `readings` have the fields of `analysis.comparison.Reading`.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    tasks = list(dict.fromkeys(row["task"] for row in readings))
+    checkpoints = list(dict.fromkeys(row["checkpoint"] for row in readings))
+    figure, *every = _axes(len(tasks))
+    for task, axes in zip(tasks, every, strict=True):
+        for temperature, color, shift in ((0.0, BLUE, -0.08), (1.0, ORANGE, 0.08)):
+            rows = [row for row in readings if row["task"] == task and row["temperature"] == temperature]
+            places = [checkpoints.index(row["checkpoint"]) + shift for row in rows]
+            means = [row["mean"] for row in rows]
+            spread = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
+            label = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+            axes.errorbar(places, means, yerr=spread, color=color, fmt="o", capsize=4, label=label)
+        axes.set(ylabel="held-out reward", title=task, xlim=(-0.5, len(checkpoints) - 0.5))
+        axes.grid(alpha=0.25)
+        axes.legend(loc="best", frameon=False)
+    every[-1].set_xticks(range(len(checkpoints)), [name.rsplit("/", 1)[-1] for name in checkpoints])
+    figure.suptitle(title)
+    figure.savefig(path)
 
 
 def _axes(count: int = 1) -> tuple[Any, ...]:
