@@ -92,7 +92,15 @@ class Entry:
 ENTRIES = {
     "sums": Entry(
         "reasoning-gym chain_sum",
-        {"batch_size": 8, "steps": 20, "max_tokens": 6, "stop": ["\n"], "temperature": 1.0},
+        {
+            "batch_size": 8,
+            "steps": 32,
+            "max_tokens": 6,
+            "stop": ["\n"],
+            "temperature": 1.0,
+            "lr_schedule": "constant",
+            "heldout_size": 256,
+        },
     ),
     "ifeval": Entry("IFEval constraints", {"max_tokens": 20, "steps": 14, "lr_schedule": "constant"}),
     "guess": Entry("textarena GuessTheNumber, three turns", {"max_tokens": 6, "max_turns": 3, "stop": ["\n"]}),
@@ -105,7 +113,7 @@ def make_task(name: str, seed: int) -> Task:
         return ReasoningGymAdapter(
             "chain_sum",
             seed=seed,
-            heldout_size=HELDOUT,
+            heldout_size=256,
             prompt_style="plain",
             instruction=SOLVED,
             min_terms=2,

@@ -52,7 +52,7 @@ first = {name: next(each for each in questions if each.answer == name) for name 
 capital, quotation = first["change_case:english_capital"], first["startend:quotation"]
 everything = load_task("ifeval:all", train_size=200).adapter.build_dataset()
 refusals = []
-for name in ("textarena:Nothing-v0", "textarena:Chess-v0", "ifeval:no:such"):
+for name in ("textarena:Nothing-v0", "textarena:TicTacToe-v0", "ifeval:no:such"):
     try:
         load_task(name)
     except InvalidRequestError as error:

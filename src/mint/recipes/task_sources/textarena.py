@@ -87,7 +87,7 @@ class TextArenaAdapter(MessageEnvAdapter):
             try:
                 game = wrappers.ActionFormattingWrapper(self._textarena.make(f"{item.name}-raw", **dict(item.options)))
                 game.reset(num_players=1, seed=item.seed)
-            except (ValueError, TypeError, KeyError, AssertionError, ImportError, LookupError) as error:
+            except (ValueError, TypeError, KeyError, AssertionError, ImportError, LookupError, SyntaxError) as error:
                 raise InvalidRequestError(
                     f"cannot be set up for one player ({' '.join(str(error).split())})",
                     field="task",
