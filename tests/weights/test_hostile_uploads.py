@@ -35,6 +35,7 @@ from archive_maker import (
     tar_gz,
 )
 from http_server import http_server
+from waiting import HANG_S
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import MintError
@@ -58,7 +59,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir = tmp_path_factory.mktemp("data")
     with http_server(data_dir, engine=FakeEngine()) as url:
         warm_up, content_type = multipart(_config(r=5))  # the first look at a base model loads libraries
-        httpx.post(f"{url}/api/v1/checkpoints/upload", content=warm_up, headers={"content-type": content_type})
+        httpx.post(
+            f"{url}/api/v1/checkpoints/upload",
+            content=warm_up,
+            headers={"content-type": content_type},
+            timeout=HANG_S,
+        )
         yield Server(url, data_dir)
 
 
@@ -323,7 +329,7 @@ def _refused(server: Server, body: bytes, content_type: str) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()  # the server is in this process; other tests may hold the cores
     response = httpx.post(
-        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}, timeout=120
+        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}, timeout=HANG_S
     )
     seconds = time.process_time() - started
     assert 400 <= response.status_code < 500, response.text
@@ -367,7 +373,7 @@ def test_a_malformed_upload_is_refused_and_leaves_nothing(server: Server, attack
 def test_the_same_upload_without_a_flaw_is_taken(server: Server) -> None:
     body, content_type = multipart(tar_gz(GOOD))
     response = httpx.post(
-        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}
+        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}, timeout=HANG_S
     )
     assert response.status_code == 200, response.text
     (folder,) = (server.data_dir / "checkpoints").iterdir()

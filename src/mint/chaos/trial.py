@@ -28,8 +28,8 @@ from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import ApiKeys
 
 POLL_S = 0.01
-STUCK_S = 60.0
-"""Nothing new for so long is a violation."""
+STUCK_S = 300.0
+"""Nothing new for so long is a violation. On a machine that is overloaded, the start of the programs takes a minute."""
 
 UNREADY_S = 8.0
 """After so long without anything new, the supervisor asks the server whether it is ready; if not, it is restarted."""
