@@ -19,7 +19,7 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard_server.py"}),
-    "uvicorn": frozenset({"compose/http_server.py"}),
+    "uvicorn": frozenset({"compose/http_connection.py", "compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),
     "prometheus_client": frozenset({"server/ops/metrics.py"}),
     "sqlite3": frozenset({"server/store", "chaos/power_loss.py"}),

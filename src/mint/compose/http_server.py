@@ -1,4 +1,4 @@
-"""uvicorn as mint's servers use it: graceful shutdown, limits on the headers of requests, enough connections."""
+"""uvicorn as mint's servers use it: graceful shutdown, limits on each connection, enough connections."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mint.compose.event_loop import new_event_loop
+from mint.compose.http_connection import KEEP_ALIVE_S, Connection
 from mint.server.ops.open_files import raise_open_files
-
-HEADERS_TIMEOUT_S = 30.0
-MAX_HEADERS_BYTES = 64 * 1024
-KEEP_ALIVE_S = 75.0
-"""Longer than clients keep unused connections, so that the client closes them and no request is lost."""
 
 WAITING_CONNECTIONS = 2048
 """Connections that the kernel keeps until they are accepted."""
@@ -49,7 +44,7 @@ def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
     raise_open_files()
     return uvicorn.Config(
         app,
-        http=_Connection,
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -125,58 +120,3 @@ class HttpServer(uvicorn.Server):
         """Stops listening, and waits for open responses."""
         self._release_clients()
         await super().shutdown(sockets)
-
-
-class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, with limits on the time and the size of a request's headers."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._timer: asyncio.TimerHandle | None = None
-        self._in_headers = False
-        self._headers_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Starts to wait for a request."""
-        super().connection_made(transport)
-        self._start_timer(HEADERS_TIMEOUT_S)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer."""
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Counts the bytes of headers that are not complete yet."""
-        super().data_received(data)
-        if self._in_headers:
-            self._headers_bytes += len(data)
-            if self._headers_bytes > MAX_HEADERS_BYTES:
-                self.transport.close()
-
-    def on_message_begin(self) -> None:
-        """Headers begin."""
-        self._in_headers = True
-        self._headers_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """The headers are complete."""
-        self._in_headers = False
-        self._stop_timer()
-        super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        """Starts to wait for the next request, unless it is here already."""
-        super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._start_timer(KEEP_ALIVE_S + HEADERS_TIMEOUT_S)
-
-    def _start_timer(self, timeout_s: float) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
