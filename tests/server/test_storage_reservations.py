@@ -16,11 +16,12 @@ from waiting import HANG_S, wait_until
 from mint.compose.serving import Server
 from mint.server.callers import Quotas
 from mint.server.disk_space import DiskSpace
+from mint.server.http import file_routes
 from mint.server.store import checkpoint_catalog
 from mint.server.store.database import Database
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import ApiKeys
-from tests.server.server_harness import API, Person, running
+from tests.server.server_harness import API, Person, pass_input, running
 
 MIB = 1 << 20
 QUOTA = 8 * MIB
@@ -80,7 +81,8 @@ class Upload:
 
 def reserved(server: Server) -> tuple[int, int]:
     """What is reserved for ann, and on the disk."""
-    return server.service.reservations.used_bytes("ann"), server.service.disk.promised_bytes
+    disk = server.service.disk
+    return server.service.reservations.used_bytes("ann"), disk.promised_bytes + disk.announced_bytes
 
 
 def test_uploads_side_by_side_have_one_quota_together(ann: Person) -> None:
@@ -109,7 +111,7 @@ def test_an_owner_who_holds_uploads_open_leaves_some_to_others(tmp_path: Path) -
             return [opened.enter_context(closing(Upload(person, 1000))) for _ in range(count)]
 
         held = begin(ann, 4)
-        wait_until(lambda: server.service.disk.promised_bytes >= 4 * (1000 - len(PART)))
+        wait_until(lambda: server.service.disk.announced_bytes >= 4 * (1000 - len(PART)))
         for upload in begin(ann, 5):
             status, error = upload.answer()
             assert status == 429 and error["field"] == "uploads" and error["value"] == "4"
@@ -144,6 +146,46 @@ def test_uploads_side_by_side_leave_the_disks_reserve(ann: Person, monkeypatch: 
         with closing(Upload(ann, MIB)) as third:
             wait_until(lambda: reserved(ann.server)[1] == 4 * MIB)
             third.close()
+
+
+def test_an_announced_upload_stops_nobodys_training(ann: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_id = ann.model(ann.session())
+    monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: disk.reserve_bytes + 4 * MIB))
+    with closing(Upload(ann, 4 * MIB)):
+        wait_until(lambda: reserved(ann.server)[1] == 4 * MIB)
+        ann.done("forward_backward", {"model_id": model_id, "seq_id": 1, "forward_backward_input": pass_input()})
+        ann.done("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
+        assert ann.session()
+
+
+def test_an_upload_ends_when_the_disk_is_filled_by_others(ann: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Upload(ann, MIB)) as upload:
+        wait_until(lambda: reserved(ann.server)[0] == MIB)
+        monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: disk.reserve_bytes - 1))
+        upload.send(bytes(1000))
+        status, error = upload.answer()
+        assert status == 429 and error["field"] == "disk_reserve"
+    wait_until(lambda: reserved(ann.server) == (0, 0))
+
+
+def test_an_upload_that_comes_too_slowly_ends(ann: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_routes, "CHUNK_TIMEOUT_S", 0.5)
+    with closing(Upload(ann, MIB)) as upload:
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.1):
+                upload.send(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            status, error = upload.answer()
+        finally:
+            ended.set()
+            dripping.join()
+        assert status == 400 and "too slowly" in error["message"] and "65536 bytes" in error["remedy"]
+    wait_until(lambda: reserved(ann.server) == (0, 0))
 
 
 def test_a_save_counts_what_is_being_uploaded(ann: Person) -> None:

@@ -38,7 +38,9 @@ class DiskSpace:
         self._free_bytes = 0
         self._is_nearly_full = False
         self.promised_bytes = 0
-        """What uploads and copies under way have still to write."""
+        """What copies and the imports of uploads have still to write: it is on its way, so nothing else may use it."""
+        self.announced_bytes = 0
+        """What clients have still to send of their uploads. They may never send it, so it limits other uploads only."""
         self.reserve_bytes = (
             default_reserve(shutil.disk_usage(data_dir).total) if reserve_bytes is None else reserve_bytes
         )
@@ -87,7 +89,7 @@ class DiskSpace:
         if not self.is_short:
             return None
         return OverloadedError(
-            f"bytes of the server's disk must stay free; {self.free_bytes} are, and uploads under way will take "
+            f"bytes of the server's disk must stay free; {self.free_bytes} are, and copies under way will take "
             f"{self.promised_bytes} of them; what runs goes on",
             field="disk_reserve",
             value=self.reserve_bytes,
@@ -112,7 +114,7 @@ class DiskSpace:
             OverloadedError: the disk would be filled up to the reserve.
         """
         self._read_at = float("-inf")
-        room = self.free_bytes - self.promised_bytes - self.reserve_bytes
+        room = self.free_bytes - self.promised_bytes - self.announced_bytes - self.reserve_bytes
         if size_bytes > room:
             raise OverloadedError(
                 f"bytes of the server's disk must stay free; beside them and what uploads under way will take, "

@@ -37,10 +37,10 @@ class StorageReservations:
             yield reservation
         finally:
             with self._lock:
-                self._change(reservation, 0, 0)
+                self._change(reservation, 0, 0, 0)
 
-    def hold(self, reservation: Reservation, stored_bytes: int, unwritten_bytes: int) -> None:
-        """As `Reservation.hold`."""
+    def hold(self, reservation: Reservation, stored_bytes: int, unwritten_bytes: int, announced_bytes: int) -> None:
+        """As `Reservation.hold`, and `announced_bytes` are to be sent by a client."""
         with self._lock:
             owner, max_bytes = reservation.owner, reservation.max_bytes
             if max_bytes is not None and stored_bytes > reservation.stored_bytes:
@@ -54,16 +54,28 @@ class StorageReservations:
                         value=max_bytes,
                         remedy="Delete checkpoints, save with ttl_seconds, or wait for what is being stored",
                     )
-            if unwritten_bytes > reservation.unwritten_bytes:
-                self._disk.require_room(unwritten_bytes - reservation.unwritten_bytes)
-            self._change(reservation, stored_bytes, unwritten_bytes)
+            more_bytes = unwritten_bytes + announced_bytes - reservation.unwritten_bytes - reservation.announced_bytes
+            if more_bytes > 0:
+                self._disk.require_room(more_bytes)
+            self._change(reservation, stored_bytes, unwritten_bytes, announced_bytes)
 
-    def _change(self, reservation: Reservation, stored_bytes: int, unwritten_bytes: int) -> None:
+    def require_space(self) -> None:
+        """Checks that an upload may be written further.
+
+        Raises:
+            OverloadedError: the disk is filled up to its reserve.
+        """
+        with self._lock:
+            self._disk.require_free_space(fresh=True)
+
+    def _change(self, reservation: Reservation, stored_bytes: int, unwritten_bytes: int, announced_bytes: int) -> None:
         self._of_owners[reservation.owner] += stored_bytes - reservation.stored_bytes
         if not self._of_owners[reservation.owner]:
             del self._of_owners[reservation.owner]
         self._disk.promised_bytes += unwritten_bytes - reservation.unwritten_bytes
+        self._disk.announced_bytes += announced_bytes - reservation.announced_bytes
         reservation.stored_bytes, reservation.unwritten_bytes = stored_bytes, unwritten_bytes
+        reservation.announced_bytes = announced_bytes
 
 
 class Reservation:
@@ -75,13 +87,24 @@ class Reservation:
         self.max_bytes = max_bytes
         self.stored_bytes = 0
         self.unwritten_bytes = 0
+        self.announced_bytes = 0
 
     def hold(self, stored_bytes: int, unwritten_bytes: int) -> None:
         """Reserves this instead of what was reserved: `stored_bytes` count for the owner, and `unwritten_bytes` are not
-        on the disk yet. Afterwards nothing has changed if it raises.
+        on the disk yet, but will be soon. Afterwards nothing has changed if it raises.
 
         Raises:
             InvalidRequestError: the owner's checkpoints would have more than the quota.
             OverloadedError: the disk would be filled up to its reserve.
         """
-        self._reservations.hold(self, stored_bytes, unwritten_bytes)
+        self._reservations.hold(self, stored_bytes, unwritten_bytes, 0)
+
+    def announce(self, stored_bytes: int, awaited_bytes: int) -> None:
+        """As `hold`; but of the `stored_bytes`, a client has still to send `awaited_bytes`, and may never do so.
+
+        Raises:
+            InvalidRequestError: the owner's checkpoints would have more than the quota.
+            OverloadedError: the disk is filled up to its reserve, or would be.
+        """
+        self._reservations.require_space()
+        self._reservations.hold(self, stored_bytes, 0, awaited_bytes)

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 MAX_UPLOADS = 8
 CHUNK_TIMEOUT_S = 60.0
+SLOWEST_BYTES_S = 64 * 1024
+"""An upload is waited for as long as this rate takes, and `CHUNK_TIMEOUT_S` more."""
+
 MAX_FIELD_BYTES = 4096
 FILE_FIELD = "file"
 TEXT_FIELDS = ("base_model", "name")
@@ -192,7 +195,7 @@ def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str], reservation:
 
 async def _receive(call: Call, spool: BinaryIO, reservation: Reservation) -> dict[str, str]:
     """Writes the part `file` of a multipart body to `spool`; the text fields. Reserves what the body announces, or what
-    has arrived of one that announces nothing."""
+    has arrived of one that announces nothing; ends when the disk is filled up to its reserve."""
     headers = call.request.headers
     media_type, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
@@ -219,7 +222,7 @@ async def _receive(call: Call, spool: BinaryIO, reservation: Reservation) -> dic
             if total > most:
                 remedy = f"Send at most {most} bytes"
                 raise BodyTooLargeError("is too large", field="body", value=f"{total} bytes", remedy=remedy)
-            reservation.hold(total, total - written)
+            reservation.announce(total, total - written)
             parser.write(chunk)
 
         await asyncio.to_thread(take, b"")  # refused before the body is read
@@ -235,16 +238,28 @@ async def _receive(call: Call, spool: BinaryIO, reservation: Reservation) -> dic
 
 
 async def _chunks(call: Call) -> AsyncGenerator[bytes]:
-    """The chunks of the body."""
+    """The chunks of the body, while it comes fast enough; the time that writing them takes does not count."""
     stream = call.request.stream().__aiter__()
+    waited_s, received_bytes = 0.0, 0
     while True:
+        left_s = CHUNK_TIMEOUT_S + received_bytes / SLOWEST_BYTES_S - waited_s
+        began_at = time.monotonic()
         try:
-            async with asyncio.timeout(CHUNK_TIMEOUT_S):
+            async with asyncio.timeout(min(CHUNK_TIMEOUT_S, left_s)):
                 chunk = await anext(stream, None)
-        except (ClientDisconnect, TimeoutError):
+        except ClientDisconnect:
             raise InvalidRequestError("broke off", field="body", value="the upload", remedy="Send it again") from None
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"came too slowly: {received_bytes} bytes in {waited_s + time.monotonic() - began_at:.0f} s",
+                field="body",
+                value="the upload",
+                remedy=f"Send it again, at {SLOWEST_BYTES_S} bytes a second or faster",
+            ) from None
         if chunk is None:
             return
+        waited_s += time.monotonic() - began_at
+        received_bytes += len(chunk)
         yield chunk
 
 
