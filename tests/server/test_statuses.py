@@ -55,6 +55,26 @@ def test_a_request_that_can_never_succeed_is_refused_for_good(tmp_path: Path) ->
             assert (response.status_code, response.json()["code"]) == (400, "ConflictError"), response.text
 
 
+@pytest.mark.parametrize("number", ["9" * 4400, str(2**63), str(2**70), "0" * 100 + "1"], ids=lambda text: text[:5])
+def test_the_number_of_a_request_may_be_too_large(tmp_path: Path, number: str) -> None:
+    with running(tmp_path) as server:
+        person = Person(server)
+        session_id = person.session()
+        for target_id in (person.model(session_id), person.sampler(session_id), "x"):
+            asked = {"request_id": f"{target_id}:{number}"}
+            found = person.send("POST", f"{API}/retrieve_future", asked)
+            assert found.status_code in (200, 410), found.text  # 200: a final error
+            assert found.json()["code"] == "NotFoundError" and found.json()["field"] == "request_id"
+            assert person.send("POST", f"{API}/cancel_future", asked).status_code < 500
+
+
+def test_a_boundary_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        content_type = "multipart/form-data; boundary=" + "b" * 1000
+        refused = Person(server).send("POST", f"{API}/checkpoints/upload", b"x", content_type=content_type)
+    assert refused.status_code == 400 and refused.json()["field"] == "boundary"
+
+
 def test_a_server_without_memory_for_a_thread_asks_to_send_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

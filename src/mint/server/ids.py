@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 _SEED_BITS = 63
 
+_MAX_NUMBER = 2**63 - 1
+"""The largest number of a request: it fits into a column of the journal."""
+
 
 def new_session_id() -> str:
     """A new id that cannot be guessed."""
@@ -58,7 +61,9 @@ class RequestId:
     def parse(cls, text: str) -> RequestId | None:
         """The parts of a request id; None if the text is none."""
         target_id, _, number = text.rpartition(":")
-        return cls(target_id, int(number)) if target_id and number.isascii() and number.isdigit() else None
+        if not (target_id and number.isascii() and number.isdigit() and len(number) <= len(str(_MAX_NUMBER))):
+            return None
+        return cls(target_id, int(number)) if int(number) <= _MAX_NUMBER else None
 
 
 def file_stem(any_id: str) -> str:

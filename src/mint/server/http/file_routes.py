@@ -18,7 +18,7 @@ from email.utils import format_datetime
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote, urlencode
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
@@ -211,6 +211,11 @@ async def _receive(call: Call, spool: BinaryIO, reservation: Reservation) -> dic
     form = _Form(spool)
     try:
         parser = MultipartParser(boundary, form.callbacks())
+    except FormParserError as error:
+        raise InvalidRequestError(
+            f"cannot be used: {error}", field="boundary", value=boundary.decode("latin-1"), remedy="Send a shorter one"
+        ) from error
+    try:
         quota = call.caller.quotas.max_checkpoint_bytes
         most = MAX_UPLOAD_BYTES if quota is None else min(MAX_UPLOAD_BYTES, quota)
         length = headers.get("content-length", "")
