@@ -33,11 +33,38 @@ class _TooManyError(Exception):
         self.status = status
 
 
+class IdleConnections:
+    """The connections of a server that have no request. The one that was idle for longest makes room for a new one.
+
+    So whoever keeps connections open, with or without a key, leaves descriptors for the requests of others.
+    """
+
+    def __init__(self, max_open: int) -> None:
+        """Idle connections are closed while more than `max_open` are open, idle or not."""
+        self._max_open = max_open
+        self._idle: dict[Connection, None] = {}
+
+    def add(self, connection: Connection, open_now: int) -> None:
+        """The connection is idle from now on; `open_now` connections are open."""
+        self._idle.pop(connection, None)
+        if open_now > self._max_open and self._idle:
+            oldest = next(iter(self._idle))
+            self.remove(oldest)
+            oldest.transport.close()
+        self._idle[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """The connection has a request, or is closed."""
+        self._idle.pop(connection, None)
+
+
 class Connection(HttpToolsProtocol):
     """A connection with limits on the time and size of headers, and on the numbers of headers, requests and pieces."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, idle: IdleConnections, **named: Any) -> None:
+        """`idle` is shared by all connections of a server; the other arguments are uvicorn's."""
         super().__init__(*arguments, **named)
+        self._idle = idle
         self._timer: asyncio.TimerHandle | None = None
         self._in_headers = False
         self._headers_bytes = 0
@@ -48,11 +75,13 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Starts to wait for a request."""
         super().connection_made(transport)
+        self._idle.add(self, len(self.connections))
         self._start_timer(HEADERS_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timer."""
         self._stop_timer()
+        self._idle.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -80,6 +109,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(400, f"At most {MAX_PIPELINED} requests may wait for the response to an earlier one.")
         self._in_headers = False
+        self._idle.remove(self)
         self._stop_timer()
         super().on_headers_complete()
 
@@ -96,6 +126,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.pipeline:
             self.flow.pause_reading()  # uvicorn goes on reading, and so would keep any number of requests
+        elif not self.transport.is_closing():
+            self._idle.add(self, len(self.connections))
         if self.cycle.response_complete and not self.transport.is_closing():
             self._start_timer(KEEP_ALIVE_S + HEADERS_TIMEOUT_S)
 

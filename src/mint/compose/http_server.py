@@ -10,14 +10,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from mint.compose.event_loop import new_event_loop
-from mint.compose.http_connection import KEEP_ALIVE_S, Connection
-from mint.server.ops.open_files import raise_open_files
+from mint.compose.http_connection import KEEP_ALIVE_S, Connection, IdleConnections
+from mint.server.ops.open_files import max_connections, raise_open_files
 
 WAITING_CONNECTIONS = 2048
 """Connections that the kernel keeps until they are accepted."""
@@ -42,9 +43,10 @@ def url_of(host: str, bound: socket.socket) -> str:
 def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
     """The settings of uvicorn for an application; at shutdown, open responses get `drain_s` seconds."""
     raise_open_files()
+    connection: Any = partial(Connection, idle=IdleConnections(max_connections()))
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -9,6 +9,9 @@ from mint.errors import InvalidRequestError
 MIN_OPEN_FILES = 256
 """A server needs 17 at rest and some 30 for the files and processes of requests; the others are for connections."""
 
+SPARE_FILES = 128
+"""Files that idle connections leave to everything else."""
+
 MAX_OPEN_FILES = 65_536
 
 
@@ -36,6 +39,11 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _wanted(soft, hard) != soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_wanted(soft, hard), hard))
+
+
+def max_connections() -> int:
+    """How many connections may be open before idle ones are closed."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
 
 
 def _wanted(soft: int, hard: int) -> int:
