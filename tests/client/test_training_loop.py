@@ -201,6 +201,28 @@ def test_a_custom_loss_that_is_cross_entropy_takes_the_same_step(client: mint.Se
     assert metrics["loss:sum"] == pytest.approx(metrics["surrogate_loss:sum"])
 
 
+def test_a_custom_loss_need_not_see_the_logprobs_of_prompts(client: mint.ServiceClient) -> None:
+    data = [datum(1, 2, 3, 4, weights=[0.0, 1.0, 1.0]), datum(5, 6, 7, weights=[1.0, 0.0])]
+    seen: list[list[list[float]]] = []
+
+    def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        seen.append([row.tolist() for row in logprobs])
+        weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
+        return -sum((row**3 * own).sum() for row, own in zip(logprobs, weights, strict=True)), {}
+
+    whole, lean = trainer(client), trainer(client)
+    passed = [
+        whole.forward_backward_custom(data, loss).result(),
+        lean.forward_backward_custom(data, loss, trained_only=True).result(),
+    ]
+    (first, second), (first_lean, second_lean) = seen
+    assert first_lean == [0.0, *first[1:]] and first[0] != 0
+    assert second_lean == [second[0], 0.0] and second[1] != 0
+    assert passed[0].metrics["loss:sum"] == passed[1].metrics["loss:sum"]
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (whole, lean)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_a_custom_loss_that_raises_refuses_the_step(client: mint.ServiceClient) -> None:
     training = trainer(client)
 

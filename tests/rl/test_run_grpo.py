@@ -300,6 +300,18 @@ def test_rollouts_that_are_trained_on_carry_the_entropy_at_each_of_their_tokens(
     assert mean == pytest.approx(surprise, rel=0.5)  # its expectation, where the tokens were drawn at temperature 1
 
 
+def test_a_run_without_the_logprobs_of_prompts_measures_the_same() -> None:
+    settings: list[dict[str, float] | None] = [None, {"trained_only": 0.0}]
+    lean, full = (run_grpo(ManyDigits(), small(steps=1, loss_fn_config=each)) for each in settings)
+    (lean_row,), (full_row,) = rows(lean, "metrics.jsonl"), rows(full, "metrics.jsonl")
+    assert lean_row.keys() == full_row.keys()
+    differ = {key for key, value in lean_row.items() if value != full_row[key]}
+    assert differ <= {"optim/grad_norm", "optim/update_norm", "optim/weight_norm"}, "sums over other numbers of rows"
+    for key in differ:
+        assert lean_row[key] == pytest.approx(full_row[key], rel=1e-5)
+    assert rows(lean, "rollouts.jsonl") == rows(full, "rollouts.jsonl")
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_staleness"):
         run_grpo(ManyDigits(), small(curriculum=True, max_staleness=1))

@@ -85,11 +85,17 @@ class TrainingClient(ClientFuture):
     forward_backward_async = submitted(forward_backward)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], fn: CustomLoss, *, loss_type_input: str | None = None
+        self,
+        data: Sequence[Datum],
+        fn: CustomLoss,
+        *,
+        loss_type_input: str | None = None,
+        trained_only: bool = False,
     ) -> APIFuture[ForwardBackwardOutput]:
         """A loss of your own: `fn(data, logprobs)` returns a torch scalar and metrics, here and not on the server.
 
-        Two passes: logprobs for `fn`, then the gradient of its loss. `fn` runs on a thread of its own.
+        Two passes: logprobs for `fn`, then the gradient of its loss. `fn` runs on a thread of its own. With
+        `trained_only`, logprobs are computed where a datum's weight is not 0, and are 0 elsewhere.
         """
         if loss_type_input not in (None, "logprobs"):
             raise InvalidRequestError(
@@ -103,7 +109,7 @@ class TrainingClient(ClientFuture):
         # Both passes take their numbers now: calls made while `fn` runs come after the gradient.
         forward = self._take_numbers(len(parts))
         backward = self._take_numbers(len(parts))
-        return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward)))
+        return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward, trained_only)))
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
@@ -302,11 +308,19 @@ class TrainingClient(ClientFuture):
         return outputs[0] if len(outputs) == 1 else chunks.merge(outputs)
 
     async def _custom(
-        self, data: list[Datum], parts: list[list[Datum]], fn: CustomLoss, forward: list[int], backward: list[int]
+        self,
+        data: list[Datum],
+        parts: list[list[Datum]],
+        fn: CustomLoss,
+        forward: list[int],
+        backward: list[int],
+        trained_only: bool,
     ) -> ForwardBackwardOutput:
+        settings = {"trained_only": 1.0} if trained_only else None
         try:
             unweighted = [without_loss(part) for part in parts]
-            first = await self._submit_passes(self._encode_passes(unweighted, numbers=forward, forward_only=True))
+            looked = self._encode_passes(unweighted, config=settings, numbers=forward, forward_only=True)
+            first = await self._submit_passes(looked)
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
         except BaseException:  # a cancelled call, too: the server waits for the numbers that it has taken
@@ -314,7 +328,7 @@ class TrainingClient(ClientFuture):
             raise
         left = iter(weights)
         weighted = [[reweighted(datum, next(left)) for datum in part] for part in parts]
-        second = await self._submit_passes(self._encode_passes(weighted, numbers=backward))
+        second = await self._submit_passes(self._encode_passes(weighted, config=settings, numbers=backward))
         surrogate = second.metrics.get("loss:sum", 0.0)
         merged = {**second.metrics, **metrics, "loss:sum": loss, "surrogate_loss:sum": surrogate}
         return second.model_copy(update={"loss_fn_outputs": first.loss_fn_outputs, "metrics": merged, "warnings": []})

@@ -121,6 +121,9 @@ class FakeEngine:
             if POISON_TOKEN in datum.tokens:
                 raise RequestFailedError(f"a datum holds the poison token {POISON_TOKEN}")
         logprobs = [_logprobs(model.chain, datum.tokens, datum.targets) for datum in data]
+        if bool(loss.config.get("trained_only")):
+            for datum, own in zip(data, logprobs, strict=True):
+                own[datum.weights == 0] = 0
         total = -sum(float((datum.weights * row).sum()) for datum, row in zip(data, logprobs, strict=True))
         tokens = float(sum(datum.trained.sum() for datum in data))
         return PassResult(logprobs, {"loss:sum": total, "tokens:sum": tokens})

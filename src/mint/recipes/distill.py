@@ -19,6 +19,7 @@ import mint
 from mint import types
 from mint.errors import InvalidRequestError
 from mint.recipes.supervised import (
+    TRAINED_ONLY,
     ConfidenceInterval,
     SupervisedConfig,
     batch_places,
@@ -117,7 +118,7 @@ def run_distill(
                 policy_datum(each.prompt, each.tokens, logprobs_T=each.student.tolist(), advantages_T=-each.reverse_kl)
                 for each in scored
             ]
-            passed = trainer.forward_backward(data, "importance_sampling")
+            passed = trainer.forward_backward(data, "importance_sampling", TRAINED_ONLY)
             stepped = trainer.optim_step(config.adam_params(step, config.steps))
             return {
                 "train/reverse_kl": float(np.concatenate([each.reverse_kl for each in scored]).mean()),

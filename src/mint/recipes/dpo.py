@@ -16,6 +16,7 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.recipes.supervised import (
+    TRAINED_ONLY,
     ConfidenceInterval,
     SupervisedConfig,
     SupervisedResult,
@@ -93,7 +94,7 @@ def run_dpo(
             places = batch_places(len(preferences), config.batch_size, step, config.seed)
             rows = [row for place in places for row in (2 * place, 2 * place + 1)]
             loss = preference_loss([reference[row] for row in rows], config.beta)
-            passed = trainer.forward_backward_custom([data[row] for row in rows], loss)
+            passed = trainer.forward_backward_custom([data[row] for row in rows], loss, trained_only=True)
             stepped = trainer.optim_step(config.adam_params(step, steps))
             metrics = passed.result().metrics
             return {
@@ -143,7 +144,7 @@ def reply_logprobs(trainer: mint.TrainingClient, data: list[types.Datum]) -> lis
     """log π of each datum's reply under the trainer's present weights."""
     if not data:
         return []
-    outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
+    outputs = trainer.forward(data, "cross_entropy", TRAINED_ONLY).result().loss_fn_outputs
     weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
     return [float(out["logprobs"].to_numpy() @ weight) for out, weight in zip(outputs, weights, strict=True)]
 

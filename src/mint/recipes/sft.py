@@ -14,6 +14,7 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.recipes.supervised import (
+    TRAINED_ONLY,
     ConfidenceInterval,
     Demonstration,
     SupervisedConfig,
@@ -81,7 +82,7 @@ def run_sft(
 
         def train_step(step: int) -> Mapping[str, float]:
             batch = [data[place] for place in batch_places(len(data), config.batch_size, step, config.seed)]
-            passed = trainer.forward_backward(batch, "cross_entropy")
+            passed = trainer.forward_backward(batch, "cross_entropy", TRAINED_ONLY)
             stepped = trainer.optim_step(config.adam_params(step, steps))
             tokens = sum((float(datum.loss_fn_inputs["weights"].values.sum(dtype=float)) for datum in batch), start=0.0)
             return {
@@ -99,7 +100,7 @@ def evaluate(
     """Loss and greedy accuracy on the held-out demonstrations."""
     replies = [reply_ids(each.completion, tokenizer) for each in heldout]
     data = [completion_datum(each.prompt, reply) for each, reply in zip(heldout, replies, strict=True)]
-    outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
+    outputs = trainer.forward(data, "cross_entropy", TRAINED_ONLY).result().loss_fn_outputs
     losses = [
         -float(out["logprobs"].to_numpy()[-len(reply) :].mean()) for out, reply in zip(outputs, replies, strict=True)
     ]

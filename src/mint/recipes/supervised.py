@@ -23,6 +23,9 @@ from mint.rl.run_config import RunConfig
 from mint.rl.run_frame import RunFrame
 from mint.types import Datum, ModelInput
 
+TRAINED_ONLY = {"trained_only": 1.0}
+"""The loss settings of every pass: no recipe reads the logprobs of prompts."""
+
 ConfidenceInterval = tuple[float, float, float]
 """A mean with the low and high end of its 95 % interval."""
 

@@ -194,10 +194,12 @@ class PolicyTrainer:
         return outputs, [stepped.result() for _, _, stepped in sent]
 
     def _pass(self, minibatch: list[Datum]) -> APIFuture[ForwardBackwardOutput]:
+        """Nothing in a run reads the logprobs of prompts, so the server need not compute them."""
         loss = self.config.loss_fn
         if callable(loss):
-            return self.training_client.forward_backward_custom(minibatch, custom_loss(loss))
-        return self.training_client.forward_backward(minibatch, loss, self.config.loss_fn_config)
+            return self.training_client.forward_backward_custom(minibatch, custom_loss(loss), trained_only=True)
+        settings = {"trained_only": 1.0, **(self.config.loss_fn_config or {})}
+        return self.training_client.forward_backward(minibatch, loss, settings)
 
 
 def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
