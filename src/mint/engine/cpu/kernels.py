@@ -6,7 +6,9 @@ Callers give the fields by name, in the order of the struct in C.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.build import NativeBuild
+from mint.engine.cpu.machine_memory import HugePages
 from mint.engine.cpu.recording import present
 from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
 
@@ -44,6 +47,14 @@ class NativeKernels:
         self.threads = NativeThreads(libraries.pop("threads"))
         self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}
         """The kernels of each file in C, by its name without suffix."""
+        self._matrix_memory = HugePages()
+
+    def empty_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A frozen matrix whose numbers are not set yet; a large one lies on huge pages."""
+        memory = self._matrix_memory.take(math.prod(shape) * dtype.itemsize)
+        if memory is None:
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 class KernelLibrary:

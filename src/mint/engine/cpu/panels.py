@@ -23,6 +23,7 @@ class NativeProducts:
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._library = kernels.libraries["products"]
+        self._empty_matrix = kernels.empty_matrix
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
@@ -33,7 +34,7 @@ class NativeProducts:
         (outputs, inputs), dtype = weight.shape, weight.dtype
         if dtype not in self.kernels or outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]):
             return None
-        weight, panels = weight.contiguous(), torch.empty(weight.shape, dtype=dtype)
+        weight, panels = weight.contiguous(), self._empty_matrix(weight.shape, dtype)
         self._rearrange(self._library.pack_words, weight, panels)
         return panels
 

@@ -42,7 +42,8 @@ class QuantizedPanels:
         self.size_bytes = weight.size_bytes
         self._kernels = kernels
         self._kind = weight.kind
-        self._codes = _arranged(weight)
+        codes = _arranged(weight)
+        self._codes = kernels.empty_matrix(codes.shape, codes.dtype).copy_(codes)
         self._scales = _in_panels(weight.scales)
         self._table = torch.tensor(NF4_VALUES)
         self.product_kernel = _product(kernels, weight.kind, dtype)

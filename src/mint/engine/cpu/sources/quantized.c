@@ -455,9 +455,47 @@ INLINE void int8_tile(const int rows, const int panels, const Part *part) {
         }
 }
 
+/* The same for one row, whose speed is that of the memory: the codes are read from their first to their last, which the
+   processor fetches ahead by itself. Sums of integers are exact in any order, so the bits are those of the tile. */
+INLINE void int8_row(const int panels, const Part *part) {
+    const int64_t inputs = part->inputs;
+    const int32_t *codes = part->codes;
+    for (int p = 0; p < panels; p++) {
+        const int32_t *x = part->x, *sums = x + inputs / 2;
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t i = 0, size; i < inputs; i += size, sums++) {
+            __m512i high[4], low[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) high[k] = low[k] = _mm512_setzero_si512();
+            low[0] = _mm512_set1_epi32(sums[sums_of(inputs)]);
+            size = summed(i, inputs);
+            for (int64_t at = 0; at < size; at += 16, codes += 4 * LANES, x += 8) {
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    __m512i words = _mm512_loadu_si512(codes + k * LANES);
+                    __m512i highs = _mm512_set1_epi32(x[2 * k]), lows = _mm512_set1_epi32(x[2 * k + 1]);
+                    __asm__("vpdpbusd %2, %1, %0" : "+v"(high[k]) : "v"(words), "v"(highs));
+                    __asm__("vpdpbusd %2, %1, %0" : "+v"(low[k]) : "v"(words), "v"(lows));
+                }
+            }
+#pragma GCC unroll 3
+            for (int k = 1; k < 4; k++) {
+                high[0] = _mm512_add_epi32(high[0], high[k]);
+                low[0] = _mm512_add_epi32(low[0], low[k]);
+            }
+            __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[0], 8), low[0]);
+            total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(((const float *)sums)[0]), total);
+        }
+        __m512 before = part->residual ? _mm512_loadu_ps(part->residual + p * LANES) : _mm512_setzero_ps();
+        _mm512_storeu_ps(part->out + p * LANES, _mm512_fmadd_ps(total, _mm512_loadu_ps(part->scales + p * LANES), before));
+    }
+}
+
+#define INT8_ROW(P) \
+    __attribute__((noinline)) static void INT8_1_1_##P(const Part *part) { int8_row(P, part); }
 #define INT8_TILE(R, P) \
     __attribute__((noinline)) static void INT8_1_##R##_##P(const Part *part) { int8_tile(R, P, part); }
-INT8_TILE(1, 1) INT8_TILE(1, 4) INT8_TILE(2, 1) INT8_TILE(2, 4) INT8_TILE(3, 1) INT8_TILE(3, 4)
+INT8_ROW(1) INT8_ROW(4) INT8_TILE(2, 1) INT8_TILE(2, 4) INT8_TILE(3, 1) INT8_TILE(3, 4)
 static PartTile *const INT8_1[ROWS][2] = {BOTH(INT8, 1, 1), BOTH(INT8, 1, 2), BOTH(INT8, 1, 3), NONE, NONE, NONE};
 
 int int8_halves(const Product *in, int64_t first, int64_t last) {
