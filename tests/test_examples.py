@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from http_server import http_server
@@ -54,3 +57,40 @@ def test_a_client_trains_on_a_server_and_takes_the_adapter_home(
         shown = run("05_server_and_export.py", str(tmp_path / "adapter"))
     assert f"server: {url}" in shown
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_each_of_the_ten_changes_takes_at_most_ten_lines() -> None:
+    tree = ast.parse((ROOT / "examples" / "06_ten_changes.py").read_text())
+    changes = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(changes) == 10
+    for change in changes:
+        statements = [node for node in ast.walk(change) if isinstance(node, ast.stmt) and not is_docstring(node)]
+        lines = {line for node in statements for line in (node.lineno, node.end_lineno)} - {change.lineno}
+        assert len(lines) <= 10, f"{change.name} takes {len(lines)} lines"
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_each_of_the_ten_changes_takes_effect() -> None:
+    shown = run("06_ten_changes.py")
+    folders = {name: Path(path) for name, path in re.findall(r"^(my_\w+): \d+ samples, run (.+)$", shown, re.M)}
+    assert len(folders) == 10
+    settings = {name: json.loads((folder / "config.json").read_text()) for name, folder in folders.items()}
+    steps = {name: read_lines(folder / "metrics.jsonl")[-1] for name, folder in folders.items()}
+    rollouts = {name: read_lines(folder / "rollouts.jsonl") for name, folder in folders.items()}
+    assert settings["my_advantage"]["advantage"] == "function by_rank"
+    assert settings["my_baseline"]["baseline"] == "function median"
+    assert settings["my_loss"]["loss_fn"] == "function cut_ratio"
+    assert settings["my_weights"]["loss_weighting"] == "function weight"
+    assert settings["my_filter"]["group_filter"] == "function in_between"
+    assert 1 <= steps["my_metrics"]["custom/distinct"] <= 8
+    assert {name for row in rollouts["my_reward"] for name in row["parts"]} == {"right", "number"}
+    assert all(row["reward"] == 0 or 0.5 <= row["reward"] < 1 for row in rollouts["my_batch_reward"])
+    assert {name for name in steps["my_mixture"] if name.startswith("category/")}
+    assert {entry["role"] for row in rollouts["my_tool"] for entry in row["trace"]} >= {"user", "assistant"}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
