@@ -65,7 +65,10 @@ RANGE = 9
 
 
 class GuessTheNumber(TextArenaAdapter):
-    """textarena's GuessTheNumber with another range of ten numbers in each game; three guesses."""
+    """textarena's GuessTheNumber with another range of ten numbers in each game.
+
+    With `max_turns=2` the game allows three valid guesses, and one invalid one.
+    """
 
     reward_range = (0.0, 1.0)
 
@@ -78,7 +81,7 @@ class GuessTheNumber(TextArenaAdapter):
     def game_options(self, seed: int) -> Mapping[str, Any]:
         """Held-out games (odd seeds) have odd lowest numbers, the training games even ones."""
         low = 2 * (seed // 2 % 45) + seed % 2 + 1
-        return {"min_number": low, "max_number": low + RANGE, "max_turns": 3}
+        return {"min_number": low, "max_number": low + RANGE, "max_turns": 2}
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,10 @@ ENTRIES = {
         },
     ),
     "ifeval": Entry("IFEval constraints", {"max_tokens": 20, "steps": 14, "lr_schedule": "constant"}),
-    "guess": Entry("textarena GuessTheNumber, three turns", {"max_tokens": 6, "max_turns": 3, "stop": ["\n"]}),
+    "guess": Entry(
+        "textarena GuessTheNumber",
+        {"max_tokens": 6, "max_turns": 4, "stop": ["\n"], "steps": 16, "lr_schedule": "constant"},
+    ),
 }
 
 

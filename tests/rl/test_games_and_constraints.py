@@ -46,7 +46,7 @@ def play(item, moves):
     return said, None, {}
 
 found = next(number for number in range(1, 21) if play(train[0], [f"[{number}]"])[1] == 1)
-wrong = 20 if found < 10 else 1
+wrong = [20, 19, 18] if found < 10 else [1, 2, 3]
 questions = text.build_dataset()
 first = {name: next(each for each in questions if each.answer == name) for name in {each.answer for each in questions}}
 capital, quotation = first["change_case:english_capital"], first["startend:quotation"]
@@ -68,9 +68,9 @@ print(json.dumps({
     "sizes": [len(train), len(heldout)], "apart": not {one.seed for one in train} & {one.seed for one in heldout},
     "same": [one.seed for one in game.build_heldout()] == [one.seed for one in heldout],
     "right": play(train[0], [str(found)]), "bare": play(train[0], [f" {found} "])[1],
-    "late": play(train[0], [f"[{wrong}]", f"[{wrong + (1 if wrong == 1 else -1)}]"]),
+    "late": play(train[0], [f"[{number}]" for number in wrong]),
     "twice": play(train[0], ["nothing", "nothing"]),
-    "hint": "lower" if wrong > found else "higher",
+    "hint": "lower" if wrong[0] > found else "higher",
     "prompts": [capital.prompt, quotation.prompt],
     "graded": [text.compute_reward(*pair) for pair in (
         ("THE BOAT IS IN THE HARBOR.", capital), ("The boat is in the harbor.", capital),

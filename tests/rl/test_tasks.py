@@ -373,7 +373,8 @@ with mint.ServiceClient(data_dir=folder / "service") as service:
 turn_rows = [json.loads(line) for line in (folder / "turns" / "rollouts.jsonl").read_text().splitlines()]
 
 async def play(replies):
-    env = hidden.make_env(next(task for task in hidden.build_dataset() if task.data.number == 4))
+    tasks = [*hidden.build_dataset(), *hidden.build_heldout()]
+    env = hidden.make_env(next(task for task in tasks if task.data.number == 4))
     said = [message["content"] for message in await env.initial_observation()]
     for reply in replies:
         step = env.cut_off("length") if reply is None else env.step({"role": "assistant", "content": reply})
