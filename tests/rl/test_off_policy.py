@@ -88,7 +88,7 @@ def steps(*, resume: bool = False, on_progress: ProgressHook | None = None, **fi
 def test_truncated_ratios_of_tokens_are_the_tis_of_the_server_where_the_batch_is_trained_on_once() -> None:
     """The correction goes through weights and a second forward; the server's `tis_cap` is inside its loss."""
     names = ("reward/mean", "optim/grad_norm")
-    stale = {"max_staleness": 2, "steps": 4, "learning_rate": 1e-2}
+    stale = {"max_staleness": 2, "staleness": "exactly", "steps": 4, "learning_rate": 1e-2}
     inside = steps(loss_fn_config={"tis_cap": 1.2}, **stale)
     outside = steps(correction="token_truncate", correction_high=1.2, **stale)
     for one, other in zip(inside, outside, strict=True):
@@ -102,7 +102,7 @@ def test_truncated_ratios_of_tokens_are_the_tis_of_the_server_where_the_batch_is
 def test_a_correction_goes_with_every_loss_and_with_several_epochs() -> None:
     rows = steps(
         loss_fn="ppo", correction="sequence_mask", correction_high=1.05, epochs_per_batch=2, max_staleness=1,
-        learning_rate=1e-2,
+        staleness="exactly", learning_rate=1e-2,
     )  # fmt: skip
     assert [row["optim/steps"] for row in rows] == [2.0, 2.0, 2.0]
     assert rows[0]["correction/masked_share"] == 0

@@ -30,6 +30,7 @@ CreditName = Literal["rollout", "turn"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
 TruncationName = Literal["keep", "mask", "penalize", "soft"]
 CorrectionName = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
+StalenessName = Literal["at_most", "exactly"]
 CollapseName = Literal["warn", "stop", "rollback"]
 
 
@@ -111,6 +112,11 @@ class RLConfig(RunConfig):
     """A success is kept if at most this share of its group succeeded."""
     max_staleness: int = Field(0, ge=0)
     """Steps by which the sampling weights may lag behind; 0 is strictly on-policy, more samples ahead of training."""
+    staleness: StalenessName = "at_most"
+    """With `max_staleness`. `at_most`: a batch is sampled with the newest weights when it is begun, so that a run does
+    not repeat bit for bit. `exactly`: with those of `max_staleness` steps before, so that it does."""
+    swap_every: int = Field(0, ge=0)
+    """With `max_staleness`: after so many tokens, a completion goes on with the newest weights; 0: never."""
     on_collapse: CollapseName = "warn"
     """On an `error` finding of a collapse: report it, stop the run, or stop and load the best checkpoint."""
 
@@ -254,6 +260,26 @@ class RLConfig(RunConfig):
                 field="RLConfig.max_staleness",
                 value=self.max_staleness,
                 remedy="Set max_staleness=0 or curriculum=False",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _swapping_is_possible(self) -> Self:
+        if not self.swap_every:
+            return self
+        if not self.max_staleness or self.staleness == "exactly" or bool(self.stop):
+            why = (
+                "needs max_staleness of at least 1"
+                if not self.max_staleness
+                else "cannot be combined with staleness = exactly"
+                if self.staleness == "exactly"
+                else "cannot be combined with stop, whose text may lie in two pieces"
+            )
+            raise InvalidRequestError(
+                why,
+                field="RLConfig.swap_every",
+                value=self.swap_every,
+                remedy='Set max_staleness=1, staleness="at_most" and stop_token_ids in place of stop',
             )
         return self
 

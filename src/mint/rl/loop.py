@@ -1,8 +1,8 @@
 """`run_grpo`: in each step, sample groups, grade them, centre the rewards, and take an optimizer step.
 
 Uses only the public SDK, so it runs against any server of the protocol. Every random choice is a function of (seed,
-step, position). So a run repeats bit for bit, and resumes from a checkpoint bit for bit; a run that samples ahead
-(`max_staleness` > 0) resumes with fresh samples.
+step, position). So a run repeats bit for bit, and resumes from a checkpoint bit for bit. A run that samples ahead
+(`max_staleness` > 0) resumes with fresh samples, and repeats only with `staleness="exactly"`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+import numpy as np
 
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError
@@ -30,6 +30,8 @@ from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
 from mint.rl.rollouts.replay_buffer import ReplayBuffer
 from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
+from mint.rl.rollouts.rollouts_ahead import RolloutsAhead
+from mint.rl.rollouts.swapping_sampler import PublishedPolicy
 from mint.rl.run_frame import ProgressHook, RunFrame, open_run
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
@@ -61,8 +63,8 @@ def run_grpo(
         adapter: An `RLAdapter` (or any object with its four methods), or a `MessageEnvAdapter`.
         config: None is `RLConfig.from_env()`: the `MINT_RL_…` variables over the defaults.
         service_client: None opens one as the environment says (embedded by default) and closes it with the run.
-        resume: Continue the run in `config.run_dir` from its last checkpoint. The result is bit for bit that of a run
-            without interruption. A folder without a run starts a new one.
+        resume: Continue the run in `config.run_dir` from its last checkpoint. Without `max_staleness`, the result is
+            bit for bit that of a run without interruption. A folder without a run starts a new one.
         on_progress: Called in this thread after each evaluation and step. None prints a line for each on standard
             error, unless `config.print_progress` is False.
 
@@ -227,21 +229,17 @@ class _RLRun:
     def _run_steps(self, first: int) -> int:
         """Runs the steps from `first` on; returns the last one that was taken."""
         config = self.config
-        batches: deque[RolloutBatch | Future[RolloutBatch]] = deque()
-        requested = first - 1
-        # One thread: batches are collected in the order of their steps, because each takes items from `order`.
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mint-rollouts") as background:
+        with RolloutsAhead(self.collector, config, first) if config.max_staleness else nullcontext() as ahead:
             for step in range(first, config.steps + 1):
                 began = time.monotonic()
-                last_requested = min(config.steps, step + config.max_staleness)
-                if requested < last_requested:
-                    sampler = self.frame.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
-                    for upcoming in range(requested + 1, last_requested + 1):
-                        collect = partial(self.collector.collect, upcoming, sampler, int(self.totals.optim_steps))
-                        batches.append(background.submit(collect) if config.max_staleness else collect())
-                    requested = last_requested
-                batch = batches.popleft()
-                self._step(batch.result() if isinstance(batch, Future) else batch, began)
+                sampler = self.frame.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
+                optim_steps = int(self.totals.optim_steps)
+                if ahead is None:
+                    batch = self.collector.collect(step, sampler, optim_steps)
+                else:
+                    ahead.publish(PublishedPolicy(step - 1, optim_steps, sampler))
+                    batch = ahead.next()
+                self._step(batch, began)
                 if self.frame.stopped_by is not None:
                     return step
         return config.steps
@@ -250,9 +248,9 @@ class _RLRun:
         sampled = time.monotonic()
         step = batch.step
         config = self.config
-        lag = int(self.totals.optim_steps) - batch.policy_step
+        lags = self._lags(batch)
         trained, replayed = self.replay.replay(batch)
-        update = self.policy_trainer.train(trained, on_policy=lag == 0 and not replayed)
+        update = self.policy_trainer.train(trained, on_policy=not lags.any() and not replayed)
         self.replay.add(batch.all_groups)
         for group in batch.all_groups:
             rate = success_rate(self.task, group)
@@ -263,8 +261,8 @@ class _RLRun:
             **self.order.curriculum.metrics(),
             "learning_rate": config.learning_rate_at(step, config.steps),
             "replay/used": float(replayed),
-            "staleness/mean": float(lag),
-            "staleness/max": float(lag),
+            "staleness/mean": float(lags.mean()),
+            "staleness/max": float(lags.max()),
             "time/rollouts_s": sampled - began,
             "time/train_s": time.monotonic() - sampled,
             "time/unix_s": time.time(),
@@ -281,6 +279,11 @@ class _RLRun:
             self._save(step)
         rewards = [reward for group in batch.all_groups for reward in group.rewards]
         self.task.evaluate(step, rewards, update.datums)
+
+    def _lags(self, batch: RolloutBatch) -> np.ndarray:
+        """The optimizer steps since each sampled token, that is, since the weights that sampled it; at least one."""
+        versions = [version for group in batch.groups for one in group.rollouts for version in one.policy_steps]
+        return int(self.totals.optim_steps) - np.asarray(versions or [batch.policy_step])
 
     def _count(self, metrics: dict[str, float], update: PolicyUpdate) -> None:
         self.totals.samples += metrics["rollouts/count"]

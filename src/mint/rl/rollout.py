@@ -20,11 +20,15 @@ CUT_OFF: frozenset[str] = frozenset({"length", "max_turns", "max_episode_tokens"
 
 @dataclass(frozen=True)
 class Turn:
-    """One sampled continuation: prompt ids [P], sampled ids [T], and the sampler's logprobs [T]."""
+    """One sampled continuation: prompt ids [P], sampled ids [T], and the sampler's logprobs [T].
+
+    `policy_steps` are the optimizer steps behind the weights of each token [T]; empty: those of the rollout.
+    """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
+    policy_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Rollout:
     `text` is the policy's text without special tokens. `reward` is None if it was not graded; then `error` says why,
     and `unsupported` that the grader cannot judge it on this machine. `parts` add up to the reward. `trace` holds one
     dict per message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts
-    the optimizer steps behind the weights that sampled it. `turn_rewards` are those of an episode's turns, which add up
-    to the reward. `grader_s` is the time of the call that graded it (in an
-    episode, of all calls of its environment), after `grader_retries` failures.
+    the optimizer steps behind the weights that sampled its first token. `turn_rewards` are those of an episode's turns,
+    which add up to the reward. `grader_s` is the time of the call that graded it (in an episode, of all calls of its
+    environment), after `grader_retries` failures.
     """
 
     turns: list[Turn] = field(repr=False)
@@ -65,6 +69,13 @@ class Rollout:
     def logprobs(self) -> list[float]:
         """The sampler's logprobs (temperature 1) of `tokens` [T]."""
         return [logprob for turn in self.turns for logprob in turn.logprobs]
+
+    @property
+    def policy_steps(self) -> list[int]:
+        """The optimizer steps behind the weights of each token [T]."""
+        return [
+            version for turn in self.turns for version in (turn.policy_steps or [self.policy_step] * len(turn.tokens))
+        ]
 
     @property
     def truncated(self) -> bool:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
-from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.config import RLConfig
 from mint.rl.rollout import Group, GroupRequest, RolloutBatch
 from mint.rl.rollouts.item_order import ItemOrder
 from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.rollouts.swapping_sampler import PolicySampler
 from mint.rl.seeds import mix_seed
 from mint.rl.training.advantages import apply_truncation_penalty, has_unequal_rewards, passes_filter
 
 
 class BatchCollector:
-    """Collects one batch of graded groups per step."""
+    """Collects one batch of graded groups per step. Several threads may collect at once."""
 
     def __init__(self, worker: RolloutWorker, dataset: Sequence[Any], order: ItemOrder, config: RLConfig) -> None:
         self.worker = worker
         self.dataset = dataset
         self.order = order
         self.config = config
+        self._order_lock = threading.Lock()
 
-    def collect(self, step: int, sampling_client: SamplingClient, policy_step: int) -> RolloutBatch:
+    def collect(self, step: int, sampling_client: PolicySampler, policy_step: int) -> RolloutBatch:
         """The rollouts of `step`. With `dynamic_sampling`, groups with equal rewards, and those that `group_filter`
         refuses, are replaced by groups of other items, up to `max_refill`.
 
@@ -56,16 +58,18 @@ class BatchCollector:
         return has_unequal_rewards(group, self.config) and passes_filter(group, self.config)
 
     def _roll_out(
-        self, step: int, sampling_client: SamplingClient, policy_step: int, *, first: int, count: int
+        self, step: int, sampling_client: PolicySampler, policy_step: int, *, first: int, count: int
     ) -> list[Group]:
         config = self.config
+        with self._order_lock:
+            indices = self.order.take(step, count)
         requests = [
             GroupRequest(
                 self.dataset[index],
                 index,
                 config.sampling_params(mix_seed(config.seed, step, first + place), config.temperature_at(step)),
             )
-            for place, index in enumerate(self.order.take(step, count))
+            for place, index in enumerate(indices)
         ]
         groups = self.worker.roll_out(sampling_client, requests, group_size=config.group_size, policy_step=policy_step)
         return apply_truncation_penalty(groups, config)

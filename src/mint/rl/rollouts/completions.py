@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mint.client.sampling_client import SamplingClient
 from mint.errors import MintError
 from mint.rl.adapter import RLAdapter, task_name
-from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, Span, Turn
+from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, Span
 from mint.rl.rollouts.grading import Grade, Grader
+from mint.rl.rollouts.swapping_sampler import PolicySampler, sampled_turn
 from mint.types import ModelInput, SampledSequence
 
 
 async def roll_out_completions(
-    sampling_client: SamplingClient,
+    sampling_client: PolicySampler,
     grader: Grader,
     requests: Sequence[GroupRequest],
     prompts: Sequence[list[int] | str],
@@ -118,8 +118,9 @@ def _prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
 
 
 def _rollout(prompt: list[int], sequence: SampledSequence, text: str, grade: Grade, policy_step: int) -> Rollout:
+    turn = sampled_turn(prompt, sequence)
     return Rollout(
-        turns=[Turn(prompt, sequence.tokens, sequence.logprobs)],
+        turns=[turn],
         text=text,
         stop_reason="length" if sequence.stop_reason == "length" else "stop",
         reward=grade.reward,
@@ -128,7 +129,7 @@ def _rollout(prompt: list[int], sequence: SampledSequence, text: str, grade: Gra
         error=grade.error,
         unsupported=grade.unsupported,
         timed_out=grade.timed_out,
-        policy_step=policy_step,
+        policy_step=turn.policy_steps[0] if turn.policy_steps else policy_step,
         grader_s=grade.seconds,
         grader_retries=grade.retries,
     )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
 from mint.rl.calls.call_pool import CallPool
@@ -23,6 +22,7 @@ from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResu
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, RolloutStopReason, Turn
 from mint.rl.rollouts.grading import checked_reward
+from mint.rl.rollouts.swapping_sampler import PolicySampler, sampled_turn
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
 from mint.types import ModelInput, SampledSequence, SamplingParams
@@ -43,7 +43,7 @@ class EpisodeLimits:
 
 
 async def roll_out_episodes(
-    sampling_client: SamplingClient,
+    sampling_client: PolicySampler,
     adapter: MessageEnvAdapter,
     requests: Sequence[GroupRequest],
     *,
@@ -117,7 +117,7 @@ class _Episode:
 
     def add_reply(self, sequence: SampledSequence, seconds: float, limits: EpisodeLimits) -> None:
         """Takes the policy's message."""
-        self.turns.append(Turn(self.prompt, sequence.tokens, sequence.logprobs))
+        self.turns.append(sampled_turn(self.prompt, sequence))
         self.texts.append(self.chat.reply(sequence.tokens))
         self.note([self.last_message], seconds)
         if sequence.stop_reason == "length":
@@ -177,7 +177,7 @@ class _Episode:
             trace=self.trace,
             tool_calls=self.tool_calls,
             retokenized_turns=self.retokenized_turns,
-            policy_step=policy_step,
+            policy_step=next((turn.policy_steps[0] for turn in self.turns if turn.policy_steps), policy_step),
             turn_rewards=[] if reward is None else self.turn_rewards,
             grader_s=self.seconds,
         )
@@ -210,7 +210,7 @@ class _Player:
 
     def __init__(
         self,
-        sampling_client: SamplingClient,
+        sampling_client: PolicySampler,
         adapter: MessageEnvAdapter,
         calls: CallPool,
         limits: EpisodeLimits,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mint.client.sampling_client import SamplingClient
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.own_thread import run_in_own_thread
@@ -15,6 +14,7 @@ from mint.rl.rollout import Group, GroupRequest
 from mint.rl.rollouts.completions import make_prompts, roll_out_completions
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
 from mint.rl.rollouts.grading import Grader
+from mint.rl.rollouts.swapping_sampler import PolicySampler
 from mint.rl.tasks.chat_options import with_chat_options
 
 
@@ -41,7 +41,7 @@ class RolloutWorker:
 
     def roll_out(
         self,
-        sampling_client: SamplingClient,
+        sampling_client: PolicySampler,
         requests: Sequence[GroupRequest],
         *,
         group_size: int,

@@ -251,4 +251,5 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "trace": [dict(entry) for entry in rollout.trace],
         "info": dict(rollout.info),
         "policy_step": rollout.policy_step,
+        **({"policy_steps": rollout.policy_steps} if len(set(rollout.policy_steps)) > 1 else {}),
     }
