@@ -6,6 +6,7 @@ A request is refused as early as possible.
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -127,7 +128,7 @@ class Bodies:
     async def _receive(self, request: Request, body: Body, limit: int) -> bytes:
         limits = self.limits
         started_at = time.monotonic()
-        chunks = list[bytes]()
+        content = io.BytesIO()  # joining 60 MiB at the end would hold up the event loop for 40 ms
         more = True
         while more:
             left_s = started_at + limits.patience_s + body.held_bytes / limits.slowest_bytes_s - time.monotonic()
@@ -145,10 +146,10 @@ class Bodies:
             more = message.get("more_body", False)
             if chunk:
                 self.hold(body, len(chunk))
-                chunks.append(chunk)
+                content.write(chunk)
             if body.held_bytes > limit:
                 raise _too_large(f"more than {limit} bytes", limit)
-        return b"".join(chunks)
+        return content.getvalue()
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
