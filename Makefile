@@ -69,7 +69,7 @@ map:             ## print every file with the first sentence of its docstring; O
 lock: $(BIN)/python  ## pin what a deployment installs, with hashes, into constraints/deployment.txt (asks the package index)
 	$(PIP) uv
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
-		--constraint constraints/cpu.txt --extra local --extra tasks --extra trackers \
+		--constraint constraints/cpu.txt --extra local --extra structured --extra tasks --extra trackers \
 		--custom-compile-command "make lock" --output-file constraints/deployment.txt
 
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)

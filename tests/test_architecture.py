@@ -41,6 +41,7 @@ HOMES: dict[str, frozenset[str]] = {
     "tensorboard": frozenset({"rl/tracking/trackers.py"}),
     "wandb": frozenset({"rl/tracking/trackers.py"}),
     "trackio": frozenset({"rl/tracking/trackers.py"}),
+    "llguidance": frozenset({"server/grammars.py"}),
     "math_verify": frozenset({"rl/tasks/math_worker.py"}),
     "pydantic_monty": frozenset({"sandbox/monty.py"}),
     "reasoning_gym": frozenset({"recipes/task_sources/reasoning_gym.py"}),

@@ -165,6 +165,15 @@ def token_bytes(folder: Path) -> tuple[bytes, ...]:
     return tuple(table)
 
 
+def special_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens that are no text, such as the marks of a turn, by the folder's `tokenizer.json`; none without one."""
+    try:
+        added = json.loads((folder / "tokenizer.json").read_bytes()).get("added_tokens") or []
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(token["id"] for token in added if token.get("special"))
+
+
 def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[tuple[bytes, bool]]:
     """For each id its bytes, and whether it is a special token, from a loaded tokenizer.
 

@@ -28,6 +28,7 @@ from mint.types.sampling import SampleResponse as SampleResponse
 from mint.types.sampling import SamplerInfo as SamplerInfo
 from mint.types.sampling import SamplingParams as SamplingParams
 from mint.types.sampling import StopReason as StopReason
+from mint.types.sampling import StructuredOutputs as StructuredOutputs
 from mint.types.sampling import TopkLogprobs as TopkLogprobs
 from mint.types.server_info import CreateSessionResponse as CreateSessionResponse
 from mint.types.server_info import GetServerCapabilitiesResponse as GetServerCapabilitiesResponse

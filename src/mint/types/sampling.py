@@ -35,6 +35,20 @@ LogitBiases = dict[Annotated[int, BeforeValidator(_token_of_key)], float]
 """Token id → what is added to its logit."""
 
 
+class StructuredOutputs(Params):
+    """The texts that a sample may be; exactly one field says which.
+
+    `json_schema`: JSON that fits the schema · `json_object`: any JSON object · `regex`: a full match, as in Rust ·
+    `choice`: one of these texts · `grammar`: Lark, in llguidance's dialect, or GBNF (with `::=`).
+    """
+
+    json_schema: dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SamplingParams(Params):
     """How to sample.
 
@@ -48,7 +62,8 @@ class SamplingParams(Params):
     begins. `repetition_penalty` divides the positive logits of tokens in prompt and sample, and multiplies the
     negative ones; from the logits of sampled tokens `frequency_penalty` is subtracted for each time, and
     `presence_penalty` once. Then come the temperature, `min_p` (excludes tokens below that share of the largest
-    probability), `top_k` and `top_p`.
+    probability), `top_k` and `top_p`. `structured_outputs` lets only those tokens through that continue a text of its
+    kind, and ends the sequence with the model's end token, also with `ignore_eos`. It needs the extra `structured`.
 
     `logprobs_mode` "raw": logprobs are the policy's own, at temperature 1 without any option. "processed": those
     of the distribution that was sampled from (greedy: 0); to train on them, pass the same temperature to the loss
@@ -70,6 +85,7 @@ class SamplingParams(Params):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
+    structured_outputs: StructuredOutputs | None = None
     logprobs_mode: LogprobsMode = "raw"
 
 

@@ -30,6 +30,8 @@ class SequenceRules:
     prompt: np.ndarray
     ends: np.ndarray
     grammar: GrammarState | None
+    only_masks: bool
+    """Whether tokens are excluded, and no logit is changed otherwise."""
 
 
 class LogitRuleTable:
@@ -44,10 +46,11 @@ class LogitRuleTable:
         if rules is None:
             return
         prompt = np.unique(job.prompt)
+        only_masks = rules == LogitRules(allowed=rules.allowed, grammar=rules.grammar)
         ends = np.array(sorted(job.stop.token_ids), np.int64)
         for slot in slots.tolist():
             grammar = None if rules.grammar is None else rules.grammar.start()
-            self._of[slot] = SequenceRules(rules, prompt, ends, grammar)
+            self._of[slot] = SequenceRules(rules, prompt, ends, grammar, only_masks)
 
     def remove(self, slots: np.ndarray) -> None:
         """Forgets the rules of `slots`."""
@@ -72,29 +75,37 @@ class LogitRuleTable:
         `drawn(slot)` are the tokens that a sequence has drawn, int64 [T].
         """
         own = [self._of[slot] for slot in slots.tolist()]
-        tokens = [drawn(slot) for slot in slots.tolist()]
         _mask(logits, own)
-        bias = _Places(logits.device)
-        for row, sequence in enumerate(own):
-            if sequence.rules.bias is not None:
-                bias.add(row, sequence.rules.bias.tokens, sequence.rules.bias.values)
-        bias.add_to(logits)
-        early = _Places(logits.device)
-        for row, (sequence, so_far) in enumerate(zip(own, tokens, strict=True)):
-            if len(so_far) < sequence.rules.min_tokens:
-                early.add(row, sequence.ends, -math.inf)
-        early.add_to(logits)
-        repeated, counted = _Places(logits.device), _Places(logits.device)
-        for row, (sequence, so_far) in enumerate(zip(own, tokens, strict=True)):
-            rules = sequence.rules
-            if rules.repetition_penalty != 1:
-                repeated.add(row, np.union1d(sequence.prompt, so_far), rules.repetition_penalty)
-            if rules.frequency_penalty or rules.presence_penalty:
-                known, counts = np.unique(so_far, return_counts=True)
-                counted.add(row, known, -(rules.frequency_penalty * counts + rules.presence_penalty))
-        repeated.divide(logits)
-        counted.add_to(logits)
+        if all(sequence.only_masks for sequence in own):
+            return
+        tokens = [drawn(slot) for slot in slots.tolist()]
+        _add_biases(logits, own, tokens)
+        _penalise(logits, own, tokens)
         _apply_min_p(logits, own, temperature)
+
+
+def _add_biases(logits: Tensor, own: list[SequenceRules], tokens: list[np.ndarray]) -> None:
+    bias, early = _Places(logits.device), _Places(logits.device)
+    for row, (sequence, so_far) in enumerate(zip(own, tokens, strict=True)):
+        if sequence.rules.bias is not None:
+            bias.add(row, sequence.rules.bias.tokens, sequence.rules.bias.values)
+        if len(so_far) < sequence.rules.min_tokens:
+            early.add(row, sequence.ends, -math.inf)
+    bias.add_to(logits)
+    early.add_to(logits)
+
+
+def _penalise(logits: Tensor, own: list[SequenceRules], tokens: list[np.ndarray]) -> None:
+    repeated, counted = _Places(logits.device), _Places(logits.device)
+    for row, (sequence, so_far) in enumerate(zip(own, tokens, strict=True)):
+        rules = sequence.rules
+        if rules.repetition_penalty != 1:
+            repeated.add(row, np.union1d(sequence.prompt, so_far), rules.repetition_penalty)
+        if rules.frequency_penalty or rules.presence_penalty:
+            known, counts = np.unique(so_far, return_counts=True)
+            counted.add(row, known, -(rules.frequency_penalty * counts + rules.presence_penalty))
+    repeated.divide(logits)
+    counted.add_to(logits)
 
 
 class _Places:
@@ -141,7 +152,7 @@ def _mask(logits: Tensor, own: list[SequenceRules]) -> None:
             parts.append(sequence.grammar.allowed())
         if parts:
             rows.append(row)
-            masks.append(np.bitwise_and.reduce(parts))
+            masks.append(parts[0] if len(parts) == 1 else parts[0] & parts[1])
     if not rows:
         return
     excluded = np.unpackbits(~np.stack(masks), axis=1, count=width, bitorder="little").view(np.bool_)

@@ -17,7 +17,7 @@ from mint.engine.sampling.sequences import Sequences
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 NO_TOKEN = (
     "The sampling rules of this request exclude every token: allowed_token_ids, logit_bias, min_tokens and "
-    "structured_outputs contradict one another. Relax one of them"
+    "structured_outputs contradict one another, or the grammar is too complex. Relax one of them"
 )
 
 

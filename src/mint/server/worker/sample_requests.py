@@ -9,6 +9,7 @@ import numpy as np
 import mint.wire as wire
 from mint.engine.protocol import CANCELLED, BaseInfo, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
 from mint.errors import RequestFailedError
+from mint.server.grammars import compile_grammar
 from mint.server.ids import sample_seed
 from mint.server.queue.futures import FutureResult
 from mint.server.store.rows import SamplerRow
@@ -53,7 +54,7 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
         target_prompt_logprobs=None if targets is None else validation.target_pairs(targets, len(prompt), base),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_scope=owner,
-        rules=_logit_rules(params),
+        rules=_logit_rules(params, base, folder),
     )
 
 
@@ -74,16 +75,19 @@ def _stop_rule(params: SamplingParams, eos: tuple[int, ...], folder: Path) -> St
     return StopRule(ids | ends | extra, strings, vocabulary)
 
 
-def _logit_rules(params: SamplingParams) -> LogitRules | None:
+def _logit_rules(params: SamplingParams, base: BaseInfo, folder: Path) -> LogitRules | None:
     """None where nothing changes the logits."""
+    grammar = None
+    if params.structured_outputs is not None:
+        grammar = compile_grammar(params.structured_outputs, folder, base.eos_token_ids, base.vocab_size)
     allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, np.int64))
     bias = None
     if params.logit_bias is not None and len(params.logit_bias) > 0:
         bias = LogitBias(np.array([*params.logit_bias], np.int64), np.array([*params.logit_bias.values()], np.float32))
     numbers = {name: getattr(params, name) for name in _NUMBERS}
-    if allowed is None and bias is None and all(numbers[name] == getattr(_NO_RULES, name) for name in _NUMBERS):
+    if allowed is bias is grammar is None and all(numbers[name] == getattr(_NO_RULES, name) for name in _NUMBERS):
         return None
-    return LogitRules(allowed=allowed, bias=bias, **numbers)
+    return LogitRules(allowed=allowed, grammar=grammar, bias=bias, **numbers)
 
 
 def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:

@@ -1,0 +1,158 @@
+"""Samples keep to a schema, an expression or a grammar, and their logprobs stay those of the policy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mint
+from mint import types
+from mint.errors import InvalidRequestError, RequestFailedError
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+ARITHMETIC = """start: sum
+sum: NUMBER ("+" NUMBER)*
+NUMBER: /[1-9][0-9]?/"""
+GBNF = 'root ::= "yes" | "no" [a-c]'
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mint.ServiceClient]:
+    with mint.ServiceClient(data_dir=tmp_path_factory.mktemp("structured")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def sampler(service: mint.ServiceClient) -> mint.SamplingClient:
+    return service.create_sampling_client(base_model="mint/tiny")
+
+
+def draw(sampler: mint.SamplingClient, count: int = 8, **options: Any) -> list[types.SampledSequence]:
+    wanted = types.StructuredOutputs(**options.pop("wanted"))
+    params = types.SamplingParams(**{"max_tokens": 120, "seed": 1, **options}, structured_outputs=wanted)
+    return sampler.sample(types.ModelInput.from_ints([5, 6, 7]), count, params).result().sequences
+
+
+def texts(sampler: mint.SamplingClient, sequences: list[types.SampledSequence]) -> list[str]:
+    """Of the sequences that ended by themselves."""
+    tokenizer = sampler.get_tokenizer()
+    return [tokenizer.decode(each.tokens[:-1]) for each in sequences if each.stop_reason == "stop"]
+
+
+def fits_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        value.keys() == {"name", "age", "kind"}
+        and isinstance(value["name"], str) and len(value["name"]) <= 8
+        and type(value["age"]) is int and 0 <= value["age"] <= 99
+        and value["kind"] in ("cat", "dog")
+    )  # fmt: skip
+
+
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "json_schema": ({"json_schema": SCHEMA}, fits_schema),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ({"regex": "[ab]{3}-[0-9]+"}, re.compile("[ab]{3}-[0-9]+").fullmatch),
+    "choice": ({"choice": ["left", 'r"ight', "[up]"]}, {"left", 'r"ight', "[up]"}.__contains__),
+    "Lark": ({"grammar": ARITHMETIC}, re.compile(r"[1-9][0-9]?(\+[1-9][0-9]?)*").fullmatch),
+    "GBNF": ({"grammar": GBNF}, {"yes", "noa", "nob", "noc"}.__contains__),
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.0}, {"temperature": 1.5, "top_k": 40}, {"ignore_eos": True}]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_keeps_to_its_grammar(sampler: mint.SamplingClient, kind: str, settings: dict[str, Any]) -> None:
+    wanted, fits = KINDS[kind]
+    ended = texts(sampler, draw(sampler, wanted=wanted, **settings))
+    assert ended or kind == "json_object"  # which may go on for ever
+    assert all(fits(text) for text in ended)
+
+
+def test_the_logprobs_are_the_policys_and_the_processed_ones_those_of_the_draw(
+    service: mint.ServiceClient, sampler: mint.SamplingClient
+) -> None:
+    wanted = {"choice": ["a", "b"]}
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    tokenizer = sampler.get_tokenizer()
+    [ends] = {sequence.tokens[-1] for sequence in draw(sampler, wanted=wanted)}
+    for sequence in draw(sampler, 16, wanted=wanted, logprobs_mode="both"):
+        scored = sampler.compute_logprobs(prompt.append_tokens(sequence.tokens)).result()[3:]
+        assert sequence.logprobs == scored
+        assert sequence.processed_logprobs is not None and sequence.processed_logprobs[-1] == 0.0
+        # The draw is the policy's distribution over the tokens that may come next.
+        other = tokenizer.encode("b" if tokenizer.decode(sequence.tokens[:1]) == "a" else "a")
+        beside = sampler.compute_logprobs(prompt.append_tokens(other)).result()[3]
+        expected = float(sequence.logprobs[0] - _log_sum(sequence.logprobs[0], beside))
+        assert sequence.tokens[1] == ends and abs(sequence.processed_logprobs[0] - expected) < 1e-4
+
+
+def _log_sum(*logprobs: float) -> float:
+    return float(np.logaddexp.reduce(logprobs))
+
+
+def test_a_constrained_sample_is_the_same_in_any_company(sampler: mint.SamplingClient) -> None:
+    alone = draw(sampler, 1, wanted={"json_schema": SCHEMA})
+    together = [
+        sampler.sample(
+            types.ModelInput.from_ints([5, 6, 7]),
+            1,
+            types.SamplingParams(
+                max_tokens=120, seed=seed, structured_outputs=types.StructuredOutputs(json_schema=SCHEMA)
+            ),
+        )
+        for seed in (3, 1, 2)
+    ]
+    plain = sampler.sample(types.ModelInput.from_ints([9, 8]), 4, types.SamplingParams(max_tokens=30, seed=1))
+    assert together[1].result().sequences == alone and len(plain.result().sequences) == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field", "problem"),
+    [
+        ({}, "structured_outputs", "is ambiguous"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs", "is ambiguous"),
+        ({"regex": "(a"}, "structured_outputs.regex", "unclosed group"),
+        ({"json_schema": {"type": "objekt"}}, "structured_outputs.json_schema", "Invalid type"),
+        ({"json_schema": {"uniqueItems": True, "type": "array"}}, "structured_outputs.json_schema", "uniqueItems"),
+        ({"choice": []}, "structured_outputs.choice", "is empty"),
+        ({"grammar": "start: other"}, "structured_outputs.grammar", "other"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar", "cannot be"),
+        ({"regex": "a" * 300_000}, "structured_outputs.regex", "300000 characters"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(
+    sampler: mint.SamplingClient, wanted: dict[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(problem)) as refused:
+        draw(sampler, 1, wanted=wanted)
+    assert refused.value.field == field and refused.value.remedy
+
+
+def test_a_grammar_beyond_the_limits_fails_its_own_request(sampler: mint.SamplingClient) -> None:
+    with pytest.raises(RequestFailedError, match="too complex"):
+        draw(sampler, 1, wanted={"regex": "(a{1000}){1000}"})
+    assert len(draw(sampler, 2, wanted={"choice": ["a"]})) == 2
+
+
+def test_a_grammar_with_special_tokens_can_name_them(sampler: mint.SamplingClient, tmp_path: Path) -> None:
+    [sequence] = draw(sampler, 1, wanted={"grammar": 'start: <[3]> "x" <[4]>'})
+    assert sequence.tokens[0] == 3 and sequence.tokens[-2] == 4
