@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from mint.errors import InvalidRequestError
 from mint.server.openai.detokenizer import Detokenizer
 from mint.server.openai.generation_requests import GenerationRequest
 from mint.server.openai.schemas import FunctionCall
@@ -66,6 +67,8 @@ class _Choice:
             self._tool_parser = tool_parser(
                 generation.call_format, generation.tools, is_thinking=generation.is_thinking
             )
+        self._single_call = generation.single_call
+        self._has_called = False
         self.count = 0
 
     def echo(self, text: str, prompt: list[SampledToken]) -> ChoiceDelta:
@@ -87,11 +90,20 @@ class _Choice:
     def close(self, finish: Finish) -> ChoiceDelta:
         """The last delta."""
         text, calls = self._parse(self._detokenizer.close())
-        rest, last_calls = ("", []) if self._tool_parser is None else self._tool_parser.close()
+        rest, last_calls = ("", []) if self._tool_parser is None else self._first_call(self._tool_parser.close())
         return ChoiceDelta(self._index, text + rest, [*calls, *last_calls], finish=finish)
 
     def _parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        return (text, []) if self._tool_parser is None else self._tool_parser.push(text)
+        return (text, []) if self._tool_parser is None else self._first_call(self._tool_parser.push(text))
+
+    def _first_call(self, found: tuple[str, list[FunctionCall]]) -> tuple[str, list[FunctionCall]]:
+        """With `single_call`, what comes after a call is dropped."""
+        if not self._single_call:
+            return found
+        if self._has_called:
+            return "", []
+        self._has_called = bool(found[1])
+        return found[0], found[1][:1]
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,14 @@ async def _sample(
 
     on_token = None if queue is None else put
     caller, weights = generation.caller, generation.weights
-    return await service.sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+    try:
+        return await service.sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+    except InvalidRequestError as error:
+        if not (error.field or "").startswith("structured_outputs"):
+            raise
+        # what the caller sent has another name
+        field, value, remedy = generation.format_field, error.value, error.remedy
+        raise InvalidRequestError(error.message, field=field, value=value, remedy=remedy) from error
 
 
 def _remaining_deltas(

@@ -14,10 +14,11 @@ from mint.server.openai.chat_template import render_conversation, template_text
 from mint.server.openai.detokenizer import Vocabulary, read_vocabulary
 from mint.server.openai.models import find_weights
 from mint.server.openai.schemas import ChatRequest, ChatTool, CompletionRequest
+from mint.server.openai.structured import chat_grammar, format_field, structured_outputs
 from mint.server.openai.tool_parser import THINK_OPEN
 from mint.server.service.service import Service
 from mint.server.store.rows import SamplerRow
-from mint.types import SamplingParams
+from mint.types import SamplingParams, StructuredOutputs
 from mint.types.tool_call_formats import ToolCallFormat, tool_call_format
 
 MAX_SEQUENCES = 4096
@@ -29,7 +30,9 @@ class GenerationRequest:
 
     `hidden` tokens give no text. `top` is the number of alternatives with each logprob, None for no logprobs.
     `echoes` are the texts of the prompts, if the response repeats them. `prompt_top` is the number of alternatives with
-    each logprob of the prompt, None where these are not asked for. Calls of `tools` are read in `call_format`.
+    each logprob of the prompt, None where these are not asked for. Calls of `tools` are read in `call_format`,
+    with `single_call` only the first, after which the reply has no text. `format_field` asked for the format of the
+    replies.
     """
 
     caller: Caller
@@ -45,6 +48,8 @@ class GenerationRequest:
     prompt_top: int | None = None
     tools: Sequence[ChatTool] = ()
     call_format: ToolCallFormat = "hermes"
+    single_call: bool = False
+    format_field: str = ""
     is_thinking: bool = False
 
     @property
@@ -84,11 +89,12 @@ def read_completion(service: Service, caller: Caller, request: CompletionRequest
         hidden=hidden | frozenset(request.stop_token_ids or ()),
         prompts=prompts,
         n=request.n,
-        params=_params(request, request.max_tokens),
+        params=_params(request, request.max_tokens, structured_outputs(request)),
         stops=request.stop_strings,
         top=request.logprobs,
         echoes=echoes if request.echo else None,
         prompt_top=request.prompt_logprobs,
+        format_field=format_field(request),
     )
 
 
@@ -103,6 +109,10 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
     vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
     text = render_conversation(vocabulary.tokenizer, request)
     tools = request.offered_tools
+    template = template_text(vocabulary.tokenizer, tools)
+    written_as = tool_call_format(template)
+    is_thinking = text.rstrip().endswith(THINK_OPEN)
+    wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
     hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=bool(tools))
     return GenerationRequest(
         caller=caller,
@@ -111,17 +121,21 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
         hidden=hidden | frozenset(request.stop_token_ids or ()),
         prompts=[vocabulary.tokenizer.encode(text, add_special_tokens=False)],
         n=request.n,
-        params=_params(request, request.token_limit),
+        params=_params(request, request.token_limit, wanted),
         stops=request.stop_strings,
         top=request.top_logprobs if request.logprobs else None,
         prompt_top=request.prompt_logprobs,
+        format_field=format_field(request),
         tools=tools,
-        call_format=tool_call_format(template_text(vocabulary.tokenizer, tools)),
-        is_thinking=text.rstrip().endswith(THINK_OPEN),
+        call_format=written_as,
+        single_call=not request.parallel_tool_calls,
+        is_thinking=is_thinking,
     )
 
 
-def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) -> SamplingParams:
+def _params(
+    request: CompletionRequest | ChatRequest, max_tokens: int | None, wanted: StructuredOutputs | None
+) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=request.temperature,
@@ -138,4 +152,5 @@ def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) ->
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
         min_p=request.min_p,
+        structured_outputs=wanted,
     )

@@ -29,7 +29,6 @@ MAX_PROMPTS = 1024
 MAX_TOKEN = 2**31 - 1
 
 _NO_PROCESSORS = "Leave it out, or use allowed_token_ids, logit_bias or a penalty"
-_NO_GRAMMAR = "Leave it out, and check the text afterwards: tokens are not constrained to a format"
 _NO_AUDIO = "Only text goes in and out"
 _OWN_TEMPLATE = "Leave it out: the chat template of the model renders the conversation"
 
@@ -48,21 +47,15 @@ _REFUSED: Refusals = {
     "cache_salt": ((), "Leave it out: prompts are cached for each owner of a key alone"),
     "documents": (([],), "Write them into a message"),
     "echo": ((False,), "Ask /v1/completions with the rendered conversation"),
-    "guided_choice": ((), _NO_GRAMMAR),
-    "guided_grammar": ((), _NO_GRAMMAR),
-    "guided_json": ((), _NO_GRAMMAR),
-    "guided_regex": ((), _NO_GRAMMAR),
     "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
     "length_penalty": ((1,), _NO_PROCESSORS),
     "logits_processors": (([],), _NO_PROCESSORS),
     "moderation": ((), "Check the text on your side"),
     "priority": ((0,), "Leave it out: requests of all owners take turns"),
     "prompt_cache_options": (({},), "Leave it out: prompts are cached in any case"),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
     "service_tier": (("auto", "default"), "Leave it out: requests of all owners take turns"),
     "spaces_between_special_tokens": ((True,), "Leave it out; `return_token_ids` returns every sampled token"),
     "store": ((False,), "Leave it out, and keep the reply on your side: no reply is stored"),
-    "structured_outputs": ((), _NO_GRAMMAR),
     "suffix": (("",), "Leave it out: only the end of a text can be completed"),
     "truncate_prompt_tokens": ((), "Shorten the prompt on your side"),
     "use_beam_search": ((False,), "Leave it out: sample with n, and choose"),
@@ -79,7 +72,6 @@ _REFUSED_IN_CHAT: Refusals = {
     "functions": (([],), "Pass `tools`"),
     "mm_processor_kwargs": (({},), _NO_AUDIO),
     "modalities": ((["text"],), _NO_AUDIO),
-    "parallel_tool_calls": ((True,), "Leave it out: how many calls a reply holds is up to the model"),
     "prediction": ((), "Leave it out: no reply is predicted"),
     "reasoning_effort": (("none",), "Pass what the chat template reads in chat_template_kwargs"),
     "verbosity": (("medium",), "Ask for it in a message"),
@@ -111,11 +103,12 @@ class _Strict(BaseModel):
     def _refuse(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        own = {field.alias or name for name, field in cls.model_fields.items()}
         honoured: dict[str, Any] = {}
         for name, value in fields.items():
-            if value is None or (name in cls.labels and name not in cls.model_fields):
+            if value is None or (name in cls.labels and name not in own):
                 continue
-            if name in cls.model_fields:
+            if name in own:
                 honoured[name] = value
                 continue
             known = cls.refused.get(name)
@@ -139,10 +132,36 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+class JsonSchemaFormat(_Strict):
+    """A schema with a name. `strict` is a hint: a reply always keeps to the schema."""
+
+    labels = frozenset({"description", "name", "strict"})
+
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Strict):
+    """What a reply has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputsOptions(_Strict):
+    """vLLM's `structured_outputs`; exactly one field is given."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class _SamplingRequest(_Strict):
     """The fields of both kinds of request. `SamplingParams` says what those mean that it has, too. `top_k`,
     `stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `return_token_ids`, `return_tokens_as_token_ids`,
-    `allowed_token_ids`, `min_tokens`, `repetition_penalty`, `min_p` and `prompt_logprobs` are vLLM's."""
+    `allowed_token_ids`, `min_tokens`, `repetition_penalty`, `min_p`, `prompt_logprobs`, `structured_outputs` and the
+    `guided_…` fields are vLLM's."""
 
     refused = _REFUSED
     labels = _LABELS
@@ -169,6 +188,12 @@ class _SamplingRequest(_Strict):
     presence_penalty: float = 0.0
     min_p: float = 0.0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsOptions | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> _SamplingRequest:
@@ -326,6 +351,31 @@ class ChatTool(_Strict):
     function: FunctionDefinition
 
 
+class FunctionName(_Strict):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _one_of_two(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """One error instead of two."""
+    try:
+        return read(value)
+    except ValidationError as error:
+        remedy = 'Pass "auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+        raise InvalidRequestError("is no choice", field="tool_choice", value=value, remedy=remedy) from error
+
+
+ToolChoice = Annotated[Literal["auto", "none", "required"] | NamedTool, WrapValidator(_one_of_two)]
+
+
 class ChatRequest(_SamplingRequest):
     """Asks for the next message of a conversation. `chat_template_kwargs`, vLLM's, go to the chat template."""
 
@@ -337,14 +387,16 @@ class ChatRequest(_SamplingRequest):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[ChatTool] | None = None
-    tool_choice: Any = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
-        if self.tool_choice not in ("auto", "none"):
-            remedy = 'Pass "auto" or "none": a call cannot be forced, because tokens are not constrained'
-            raise InvalidRequestError("is not supported", field="tool_choice", value=self.tool_choice, remedy=remedy)
+        if self.tool_choice not in ("auto", "none") and not self.forced_tools:
+            remedy = "Name one of `tools`"
+            value = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+            raise InvalidRequestError("is none of the tools", field="tool_choice", value=value, remedy=remedy)
         if self.top_logprobs and not self.logprobs:
             remedy = "Pass logprobs=true with it"
             raise InvalidRequestError("needs logprobs", field="top_logprobs", value=self.top_logprobs, remedy=remedy)
@@ -354,6 +406,14 @@ class ChatRequest(_SamplingRequest):
     def offered_tools(self) -> list[ChatTool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[ChatTool]:
+        """The tools of which one has to be called; none where the model may answer."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == choice.function.name]
+        return (self.tools or []) if choice == "required" else []
 
     @property
     def token_limit(self) -> int | None:
