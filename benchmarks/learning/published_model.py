@@ -5,8 +5,8 @@
     python -m benchmarks.learning.published_model [--task NAME …] [--seed N …] > rows.jsonl
     python -m benchmarks.learning.published_model --read rows.jsonl --plot docs/published-model.png
 
-The settings were chosen on seed 100. Each run is one process of one thread. Prints a JSON line for each run; with
-`--read` a table, and the picture.
+The settings were chosen on the seeds 0 and 100. Each run is one process of one thread. Prints a JSON line for each run;
+with `--read` a table, and the picture.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from mint.rl.adapter import Task
 from mint.runs.log import RunLog
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SEEDS = (0, 1, 2)
+SEEDS = (2, 3, 4)
 HELDOUT = 96
+SUMS_HELDOUT = 256
+"""More than of the others: an answer of a few tokens costs little."""
+
 
 SETTINGS = RLConfig(
     base_model=MODEL,
@@ -60,28 +63,16 @@ SHORT_CONSTRAINTS = (
 SOLVED = "State the final answer to the following arithmetic problem: 3 + 4 = 7\n"
 """One solved question before each question of chain_sum."""
 
-RANGE = 9
-"""The numbers of a guessing game: its lowest one and this many above it."""
-
 
 class GuessTheNumber(TextArenaAdapter):
-    """textarena's GuessTheNumber with another range of ten numbers in each game.
-
-    With `max_turns=2` the game allows three valid guesses, and one invalid one.
-    """
+    """textarena's GuessTheNumber, 1 to 20: with `max_turns=2` it allows three valid guesses, and one invalid one."""
 
     reward_range = (0.0, 1.0)
 
     def __init__(self, *, seed: int) -> None:
         """`seed` draws the training games."""
-        super().__init__(
-            "GuessTheNumber-v0", seed=seed, heldout_size=HELDOUT, instruction=" Reply with the number only."
-        )
-
-    def game_options(self, seed: int) -> Mapping[str, Any]:
-        """Held-out games (odd seeds) have odd lowest numbers, the training games even ones."""
-        low = 2 * (seed // 2 % 45) + seed % 2 + 1
-        return {"min_number": low, "max_number": low + RANGE, "max_turns": 2}
+        instruction = " Reply with the number only."
+        super().__init__("GuessTheNumber-v0", seed=seed, heldout_size=HELDOUT, instruction=instruction, max_turns=2)
 
 
 @dataclass(frozen=True)
@@ -102,13 +93,13 @@ ENTRIES = {
             "stop": ["\n"],
             "temperature": 1.0,
             "lr_schedule": "constant",
-            "heldout_size": 256,
+            "heldout_size": SUMS_HELDOUT,
         },
     ),
     "ifeval": Entry("IFEval constraints", {"max_tokens": 20, "steps": 14, "lr_schedule": "constant"}),
     "guess": Entry(
         "textarena GuessTheNumber",
-        {"max_tokens": 6, "max_turns": 4, "stop": ["\n"], "steps": 16, "lr_schedule": "constant"},
+        {"max_tokens": 6, "max_turns": 4, "stop": ["\n"], "steps": 10, "lr_schedule": "constant"},
     ),
 }
 
@@ -119,7 +110,7 @@ def make_task(name: str, seed: int) -> Task:
         return ReasoningGymAdapter(
             "chain_sum",
             seed=seed,
-            heldout_size=256,
+            heldout_size=SUMS_HELDOUT,
             prompt_style="plain",
             instruction=SOLVED,
             min_terms=2,
@@ -164,12 +155,13 @@ def run_in_own_process(name: str, seed: int) -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Held-out reward before → after with 95 % intervals, greedy decoding; and the minutes of one core."""
-    print("| task | seed | held-out reward before | after | minutes of one core |\n|---|---|---|---|---|")
+    """Held-out reward before → after with 95 % intervals, and the minutes of one core."""
+    print("| task | seed | greedy before → after | temperature 1 before → after | minutes of one core |")
+    print("|---|---|---|---|---|")
     for row in rows:
-        before, after = (reading(row[when]["0"]) for when in ("before", "after"))
-        title = ENTRIES[row["task"]].title
-        print(f"| {title} | {row['seed']} | {before} | {after} | {row['cpu_seconds'] / 60:.1f} |")
+        pairs = [[reading(row[when][temperature]) for when in ("before", "after")] for temperature in ("0", "1")]
+        cells = " | ".join(f"{before} → {after}" for before, after in pairs)
+        print(f"| {ENTRIES[row['task']].title} | {row['seed']} | {cells} | {row['cpu_seconds'] / 60:.1f} |")
 
 
 def reading(estimate: Mapping[str, float]) -> str:
@@ -202,7 +194,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set(title=ENTRIES[name].title, xlabel="step", ylim=(-0.02, 1.02))
         axes.grid(alpha=0.25)
         axes.legend(loc="upper left", frameon=False)
-    figure.axes[0].set(ylabel="reward (lines: training; dots: held-out, greedy, 95 %)")
+    figure.axes[0].set(ylabel="reward")
+    figure.suptitle("SmolLM2-135M-Instruct, one CPU thread. Lines: training. Dots: held-out, greedy, 95 %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -211,7 +204,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", action="append", choices=list(ENTRIES), help="default: all three")
-    parser.add_argument("--seed", action="append", type=int, help="default: 0, 1 and 2")
+    parser.add_argument("--seed", action="append", type=int, help="default: 2, 3 and 4")
     parser.add_argument("--one", choices=list(ENTRIES), help="one run, in this process")
     parser.add_argument("--read", type=Path, metavar="ROWS", help="no runs: the rows of earlier ones")
     parser.add_argument("--plot", type=Path, help="where the picture goes")
