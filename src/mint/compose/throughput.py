@@ -237,13 +237,16 @@ def _seconds(work: Callable[[], None]) -> float:
 def _shape_of(config: DecoderConfig) -> ModelShape:
     """The sizes that the limits depend on. A mixture of experts counts as the experts that one token passes."""
     experts = config.experts
+    mlp = config.intermediate_size
+    if experts is not None:
+        mlp = experts.per_token * experts.intermediate_size + (experts.shared_intermediate_size or 0)
     return ModelShape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_size=config.head_dim,
-        mlp=config.intermediate_size if experts is None else experts.per_token * experts.intermediate_size,
+        mlp=mlp,
         vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
     )
