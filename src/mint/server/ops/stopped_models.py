@@ -157,7 +157,7 @@ def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: Sto
     snapshot = next((each for each in journal.snapshots(row.model_id) if each.seq_id == stopped.snapshot), None)
     if snapshot is None or row.base_model is None or row.lora is None:
         return None
-    state = read_snapshot(data_dir / snapshot.file, digest=snapshot.digest)
+    state = read_snapshot(data_dir / snapshot.file, snapshot)
     path = CheckpointPath(row.model_id, checkpoints.TRAINING, f"recovered-{snapshot.seq_id}")
     # A name made of the place: written again after a kill, it is the same folder.
     folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, path.uri)}"
@@ -218,7 +218,7 @@ def _obstacle(done: list[JobRow]) -> str | None:
 
 def _is_good(snapshot: SnapshotRow, data_dir: Path, is_sound: IsSound) -> bool:
     try:
-        return is_sound(read_snapshot(data_dir / snapshot.file, digest=snapshot.digest), snapshot.digest)
+        return is_sound(read_snapshot(data_dir / snapshot.file, snapshot), snapshot.digest)
     except CheckpointError:
         return False
 

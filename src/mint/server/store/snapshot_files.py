@@ -12,6 +12,7 @@ import numpy as np
 from mint.engine.protocol import ModelState
 from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import SEAL, read_tensors, write_tensors
+from mint.server.store.rows import SnapshotRow
 
 log = logging.getLogger("mint.store")
 
@@ -36,30 +37,38 @@ def reading(what: str, *, remedy: str) -> Generator[None]:
         raise JournalError(f"{what} cannot be opened now", remedy=error.remedy) from error
 
 
-def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
+def write_snapshot(path: Path, state: ModelState, row: SnapshotRow) -> None:
     """Writes weights and optimizer to one file. It survives a loss of power only after `sync_file`."""
     parts = {"weights": state.weights, "exp_avg": state.exp_avg or {}, "exp_avg_sq": state.exp_avg_sq or {}}
-    metadata = {"format": SNAPSHOT_FORMAT, "step": str(state.step), "digest": digest}
+    metadata = {"format": SNAPSHOT_FORMAT, "step": str(state.step), "digest": row.digest, **_place(row)}
     write_tensors(path, _joined(parts), metadata, sync=False, seal="header")  # the digest covers the arrays
 
 
-def read_snapshot(path: Path, *, digest: str) -> ModelState:
-    """Reads what `write_snapshot` wrote with this digest. The caller must compare it with the arrays.
+def read_snapshot(path: Path, row: SnapshotRow) -> ModelState:
+    """Reads what `write_snapshot` wrote for this row. The caller must compare the row's digest with the arrays.
+
+    Files of an older mint do not name their model and request.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing or damaged, or that of another row.
     """
     arrays, metadata = read_tensors(path)
     is_sealed = metadata.get("format") == STATE_FORMAT or f"header{SEAL}" in metadata  # the older form has no seal
     if (
         metadata.get("format") not in (STATE_FORMAT, SNAPSHOT_FORMAT)
-        or metadata.get("digest") != digest
+        or metadata.get("digest") != row.digest
+        or any(metadata.get(name, value) != value for name, value in _place(row).items())
         or not is_sealed
     ):
         raise CheckpointError(f"{path} is damaged: its header is not that of this snapshot")
     return ModelState(
         _picked("weights", arrays), _step(metadata, path), _picked("exp_avg", arrays), _picked("exp_avg_sq", arrays)
     )
+
+
+def _place(row: SnapshotRow) -> dict[str, str]:
+    """The metadata that say whose state a snapshot is, and after which request."""
+    return {"model_id": row.model_id, "seq_id": str(row.seq_id)}
 
 
 def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, sync: bool = True, is_sealed: bool = False) -> None:

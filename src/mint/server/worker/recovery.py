@@ -143,7 +143,7 @@ class Recovery:
         """Whether the snapshot was good; a bad one is logged, and an older one is tried."""
         engine = self._models.engine
         try:
-            engine.write_state(snapshot.model_id, read_snapshot(self._data_dir / snapshot.file, digest=snapshot.digest))
+            engine.write_state(snapshot.model_id, read_snapshot(self._data_dir / snapshot.file, snapshot))
         except CheckpointError as error:
             log.warning("snapshot %s cannot be read: %s", snapshot.file, error)
             return False

@@ -161,10 +161,10 @@ class Snapshots:
         began = time.perf_counter()
         state = read_state(model_id)
         history.state_bytes = size_bytes(state)
-        file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
+        row = SnapshotRow(model_id, seq_id, f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors", digest)
         # so that a power failure can cost only the newest: replay starts at the one before
         self.wait_written(history)
-        path = self._data_dir / file
+        path = self._data_dir / row.file
         history.replay_s = 0.0
         history.snapshot_s = time.perf_counter() - began
 
@@ -172,9 +172,8 @@ class Snapshots:
             history.snapshot_s = (history.snapshot_s or 0.0) + seconds
 
         history.written = self._write(
-            "a snapshot", path, history.state_bytes, lambda: write_snapshot(path, state, digest=digest), note
+            "a snapshot", path, history.state_bytes, lambda: write_snapshot(path, state, row), note
         )
-        row = SnapshotRow(model_id, seq_id, file, digest)
         rows = [row, *history.rows]
         history.rows = rows[:MAX_SNAPSHOTS]
         old = rows[MAX_SNAPSHOTS:]
