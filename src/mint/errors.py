@@ -226,7 +226,12 @@ class RecoveryDivergedError(RequestFailedError):
 
 
 class DamagedDataError(RequestFailedError):
-    """Bytes in the journal are not those that were written; the message names them."""
+    """Bytes in the journal are not those that were written; the message names them.
+
+    To send the request again does not help, so the status is not one that clients retry.
+    """
+
+    status = 400
 
 
 class OutOfMemoryError(RequestFailedError):

@@ -34,6 +34,9 @@ REMIND_S = 60.0
 
 LEAST_FREE_BYTES = 1 << 20
 START_REMEDY = "Free disk space, or choose another data directory (--data-dir, MINT_HOME), and start again"
+DAMAGE_REMEDY = (
+    "The operator restores a backup, or lets the models that have stopped go on (mint recover): docs/operations.md"
+)
 REMEDY = "Free disk space, or see the server's log; requests are accepted again by themselves"
 
 
@@ -59,6 +62,8 @@ class StorageState:
         self._changed = threading.Condition()
         self.problem: StorageProblem | None = None
         """What is wrong; None while the storage works. For others to read."""
+        self.damage: str | None = None
+        """What is wrong with the journal's file, as it was found first; None while no page was found damaged."""
         self._free_bytes = LEAST_FREE_BYTES
         self._pause_s = FIRST_PAUSE_S
         self._recovered_at = float("-inf")
@@ -99,6 +104,12 @@ class StorageState:
                 self._pause_s = FIRST_PAUSE_S
             self.problem = StorageProblem(time.time(), what, reason_of(error))
             threading.Thread(target=self._try_again, name="mint-storage", daemon=True).start()
+
+    def note_damage(self, reason: str) -> None:
+        """Remembers that a page of the journal is damaged. What does not need that page goes on."""
+        if self.damage is None:
+            self.damage = f"the journal is damaged ({reason}); what needs the damaged pages has stopped"
+            log.error("%s. %s", self.damage, DAMAGE_REMEDY)
 
     def keep_trying(self, what: str, write: Callable[[], None], size_bytes: int = 0) -> None:
         """Calls `write` until the storage lets it pass, and waits while the storage does not work.

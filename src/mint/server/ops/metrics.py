@@ -261,6 +261,11 @@ class _ServiceState(Collector):
             value=float(self._service.storage_problem is None),
         )
         yield GaugeMetricFamily(
+            "mint_journal_damaged",
+            "1 once a damaged page of the journal was found; models that need it have stopped.",
+            value=float(self._service.journal_damage is not None),
+        )
+        yield GaugeMetricFamily(
             "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
         )
 

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 
-from mint.errors import JournalError
+from mint.errors import DamagedDataError, JournalError
 from mint.server.service.service import Service
 
 STUCK_AFTER_S = 600.0
@@ -42,7 +42,7 @@ class Readiness:
             return (str(storage),) if worker is None else (worker, str(storage))
         if now - self._checked_at >= CHECK_AGE_S:
             self._checked_at = now
-            found = (self._worker_problem(now), await self._journal_problem())
+            found = (self._worker_problem(now), await self._journal_problem(), self._service.journal_damage)
             self._problems = tuple(problem for problem in found if problem is not None)
         return self._problems
 
@@ -76,6 +76,6 @@ class Readiness:
             await asyncio.wait_for(asyncio.shield(self._write), WRITE_TIMEOUT_S)
         except TimeoutError:
             return f"the journal could not be written within {WRITE_TIMEOUT_S:g} s"
-        except JournalError:
+        except (JournalError, DamagedDataError):
             return "the journal cannot be written"
         return None

@@ -190,6 +190,13 @@ def _replay(journal: Journal, stopped: StoppedModel, decision: Decision) -> dict
 
 
 def _describe(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound) -> StoppedModel:
+    try:
+        return _describe_readable(journal, data_dir, row, is_sound)
+    except DamagedDataError as error:
+        return StoppedModel(row.model_id, "(unknown)", row.diverged or "", None, (), error.message)
+
+
+def _describe_readable(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound) -> StoppedModel:
     snapshots = journal.snapshots(row.model_id)
     newest = next((each.seq_id for each in snapshots if _is_good(each, data_dir, is_sound)), None if snapshots else 0)
     finished = journal.jobs(row.model_id, after=newest or 0, status=("done", "failed"))

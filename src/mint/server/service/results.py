@@ -72,8 +72,10 @@ class Results:
         if result is not None or self._futures.fingerprint(name) is not None:
             return result
         # no longer in memory
-        row = None if parsed.is_sample else await asyncio.to_thread(self._journal.job, parsed.target_id, parsed.number)
+        row = None
         try:
+            if not parsed.is_sample:
+                row = await asyncio.to_thread(self._journal.job, parsed.target_id, parsed.number)
             if row is not None:
                 await asyncio.to_thread(row.verify_checksum)
         except DamagedDataError as error:  # final: clients would ask again for ever if it was a server's error

@@ -21,9 +21,7 @@ import pydantic_core
 
 import mint.wire as wire
 from mint.engine.protocol import Engine
-from mint.errors import (
-    JournalError,
-)
+from mint.errors import DamagedDataError, JournalError
 from mint.models.peft_format import LayersOf, base_layers
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
@@ -270,7 +268,7 @@ class Service:
         self._job_removal.close()
         try:
             self._journal.touch_sessions(self._live_sessions.last_seen())
-        except JournalError as error:
+        except (JournalError, DamagedDataError) as error:
             log.error("when sessions were last heard of is not stored: %s", error)
         self._journal.close()
         self.instance.close()
@@ -297,6 +295,11 @@ class Service:
     def storage_problem(self) -> StorageProblem | None:
         """Why training waits and is refused; None while the data directory can be written."""
         return self._journal.storage.problem
+
+    @property
+    def journal_damage(self) -> str | None:
+        """What is wrong with the journal's file; None while no page was found damaged."""
+        return self._journal.storage.damage
 
     @property
     def pending(self) -> Pending:

@@ -19,7 +19,7 @@ from mint.server.ids import RequestId
 from mint.server.queue.jobs import Decode
 from mint.server.store.instances import Instance
 from mint.server.store.journal import Journal
-from mint.server.store.rows import JobRow
+from mint.server.store.rows import JobRow, ModelRow
 
 log = logging.getLogger("mint.service")
 
@@ -71,18 +71,24 @@ def adopt_sessions(journal: Journal, instance: Instance, decode: Decode) -> Iter
 def unfinished_jobs(journal: Journal, session_id: str, decode: Decode) -> list[UnfinishedJob]:
     """The accepted requests of a session that have no result, in the order of each model."""
     try:
-        return _unfinished_jobs(journal, session_id, decode)
+        models = journal.models_of(session_id)
     except DamagedDataError as error:  # the other sessions go on; whoever asks for these is told
-        log.error("the requests of session %s cannot be read: %s", session_id, error)
+        log.error("the models of session %s cannot be read: %s", session_id, error)
         return []
+    return [job for model in models for job in _unfinished_jobs(journal, model, decode)]
 
 
-def _unfinished_jobs(journal: Journal, session_id: str, decode: Decode) -> list[UnfinishedJob]:
-    return [
-        UnfinishedJob(row, _request_of(row, decode), model.applied_seq + 1)
-        for model in journal.models_of(session_id)
-        for row in journal.jobs(model.model_id, after=model.applied_seq, status=("pending",))
-    ]
+def _unfinished_jobs(journal: Journal, model: ModelRow, decode: Decode) -> list[UnfinishedJob]:
+    next_seq = model.applied_seq + 1
+    try:
+        rows = journal.jobs(model.model_id, after=model.applied_seq, status=("pending",))
+        return [UnfinishedJob(row, _request_of(row, decode), next_seq) for row in rows]
+    except DamagedDataError as error:
+        log.error("the requests of model %s cannot be read: %s", model.model_id, error)
+        return [
+            UnfinishedJob(JobRow(model.model_id, seq_id, "unreadable", None, ""), error, next_seq)
+            for seq_id in journal.accepted_numbers(model.model_id, after=model.applied_seq)
+        ]
 
 
 def _request_of(row: JobRow, decode: Decode) -> BaseModel | MintError:

@@ -28,7 +28,7 @@ from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.models.tensor_files import sync_file
 from mint.server.private_files import open_private
 from mint.server.spare_space import SpareSpace
-from mint.server.storage_state import REMEDY, StorageState, reason_of, starting
+from mint.server.storage_state import DAMAGE_REMEDY, REMEDY, StorageState, reason_of, starting
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
@@ -64,11 +64,15 @@ STORAGE_FAULTS = frozenset(
         sqlite3.SQLITE_CANTOPEN,
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_NOTADB,
     }
 )
 """SQLite's primary codes that say something of the disk, not of a statement."""
+
+NOT_UTF8 = -1
+"""The driver's own error for a text that is not UTF-8 has no code."""
+
+DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, NOT_UTF8})
+"""The codes for a page that is not what was written."""
 
 VACUUM_PAGES = 2000
 """How many free pages are given back at once: about 8 MB, in 0.1 s."""
@@ -133,6 +137,7 @@ class Database:
 
         Raises:
             JournalError: it cannot be opened, or a newer mint wrote it.
+            DamagedDataError: it is damaged.
         """
         open_private(path)
         self.spare = SpareSpace(path)
@@ -147,7 +152,7 @@ class Database:
             return
         if opened_for is not OpenFor.SERVICE:
             self.spare.release_if_short()
-        with starting(), _journal_errors():
+        with starting(), self._errors():
             self._connection, self._reader = _connect(path), _connect(path)
         self._statements, self._queries = Transaction(self._connection), Transaction(self._reader)
         try:
@@ -169,7 +174,7 @@ class Database:
         try:
             if self._version() == SCHEMA_VERSION:
                 return True
-        except JournalError as error:  # a log without its index, which must be made; or no database
+        except (JournalError, DamagedDataError) as error:  # a log without its index, which must be made; or no database
             log.debug("%s cannot be read without writing: %s", path, error)
         connection.close()
         return False
@@ -199,11 +204,12 @@ class Database:
         space. Transactions cannot be nested.
 
         Raises:
-            JournalError: disk full, file locked for too long, or damaged. If it was to write, the storage is out of
-                work from then on.
+            JournalError: disk full, or file locked for too long. If it was to write, the storage is out of work from
+                then on.
+            DamagedDataError: a page that this needs is damaged; others may be sound.
         """
         if not write:
-            with self._reading, _journal_errors():
+            with self._reading, self._errors():
                 self._reader.execute("BEGIN")
                 try:
                     yield self._queries
@@ -212,7 +218,7 @@ class Database:
             return
         if frees_space or self._opened_for is not OpenFor.SERVICE:
             self.spare.release_if_short()
-        with self._lock, _journal_errors(self.storage):
+        with self._lock, self._errors(is_write=True):
             self.durability.require_working_disk()
             self._wait_for_the_lock_if(self.storage.problem is None)
             # A writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting.
@@ -233,22 +239,22 @@ class Database:
         Raises:
             JournalError: as `transaction`; for the next methods, too.
         """
-        with self._reading, _journal_errors():
+        with self._reading, self._errors():
             return self._queries.row(kind, sql, **parameters)
 
     def rows(self, kind: type[Row], sql: str, /, **parameters: Any) -> list[Row]:
         """The rows that one query finds."""
-        with self._reading, _journal_errors():
+        with self._reading, self._errors():
             return self._queries.rows(kind, sql, **parameters)
 
     def value(self, sql: str, /, **parameters: Any) -> Any:
         """The first column of the first row that one query finds, or None."""
-        with self._reading, _journal_errors():
+        with self._reading, self._errors():
             return self._queries.value(sql, **parameters)
 
     def values(self, sql: str, /, **parameters: Any) -> list[Any]:
         """The first column of what one query finds."""
-        with self._reading, _journal_errors():
+        with self._reading, self._errors():
             return self._queries.values(sql, **parameters)
 
     def write(self, sql: str, /, frees_space: bool = False, **parameters: Any) -> int:
@@ -279,7 +285,7 @@ class Database:
             JournalError: the log is no longer whole, or cannot be written.
         """
         marker = secrets.randbits(31)
-        with self.storage.writing("the journal"), self._lock, _journal_errors():
+        with self.storage.writing("the journal"), self._lock, self._errors():
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # nothing leaves the log unchecked
             try:
                 self._connection.execute(f"PRAGMA application_id = {marker}")  # a commit that can be recognized
@@ -303,7 +309,7 @@ class Database:
         """
         if self.durability.log_bytes() <= LOG_BYTES:
             return
-        with self._lock, _journal_errors(self.storage):
+        with self._lock, self._errors(is_write=True):
             self.durability.require_working_disk()
             self._wait_for_the_lock_if(False)
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -312,15 +318,30 @@ class Database:
         """Gives up to `VACUUM_PAGES` pages that are free back to the file system; False if none were free."""
         if self.value("PRAGMA freelist_count") == 0:
             return False
-        with self._lock, _journal_errors(self.storage):
+        with self._lock, self._errors(is_write=True):
             self.durability.require_working_disk()
             # `executescript` runs the statement to its end; `execute` would stop after the first page
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
             self.durability.add_commit()
         return True
 
+    @contextmanager
+    def _errors(self, *, is_write: bool = False) -> Generator[None]:
+        """Turns SQLite's errors into those of mint. After a write, the storage is out of work if the error is its."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = _code_of(error)
+            if code in DAMAGE:
+                reason = str(error) if code != NOT_UTF8 else "a text is not UTF-8"  # not with the text
+                self.storage.note_damage(reason)
+                raise DamagedDataError(f"the journal is damaged: {reason}", remedy=DAMAGE_REMEDY) from error
+            if is_write and code in STORAGE_FAULTS:
+                self.storage.note_failure("the journal", error)
+            raise JournalError(f"the journal cannot be used: {reason_of(error)}", remedy=REMEDY) from error
+
     def _begin(self, path: Path) -> None:
-        with _journal_errors():
+        with self._errors():
             for setting in (
                 "auto_vacuum = INCREMENTAL",  # takes effect in new files only, before the first table is made
                 "journal_mode = WAL",
@@ -334,7 +355,7 @@ class Database:
             ):
                 self._connection.execute(f"PRAGMA {setting}")
         self._migrate(path)
-        with _journal_errors():
+        with self._errors():
             self._reader.execute("PRAGMA query_only = 1")
             self._set_busy_timeout(BUSY_TIMEOUT_S)
 
@@ -496,12 +517,8 @@ def _newest_application_id(log_content: bytes, page_bytes: int) -> int:
             return copy.execute("PRAGMA application_id").fetchone()[0]
 
 
-@contextmanager
-def _journal_errors(storage: StorageState | None = None) -> Generator[None]:
-    """Turns SQLite's errors into JournalErrors; a `storage` is out of work after those that are a storage's."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        if storage is not None and error.sqlite_errorcode & 0xFF in STORAGE_FAULTS:
-            storage.note_failure("the journal", error)
-        raise JournalError(f"the journal cannot be used: {reason_of(error)}", remedy=REMEDY) from error
+def _code_of(error: sqlite3.Error) -> int:
+    """The primary code of an error; the driver's own errors have none."""
+    if "decode to UTF-8" in str(error):
+        return NOT_UTF8
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mint.errors import DamagedDataError
 from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import ROW_BYTES
 from mint.server.store.database import Database, OpenFor, Transaction, insert
@@ -356,6 +357,17 @@ class Journal:
             after=after,
             status=list(status),
         )
+
+    def accepted_numbers(self, model_id: str, *, after: int) -> list[int]:
+        """The numbers of a model's requests beyond `after`, as the index has them: none if that is damaged, too."""
+        try:
+            return self.database.values(
+                "SELECT seq_id FROM jobs WHERE model_id = :model_id AND seq_id > :after ORDER BY seq_id",
+                model_id=model_id,
+                after=after,
+            )
+        except DamagedDataError:
+            return []
 
     def unfinished_size(self, session_id: str) -> tuple[int, int]:
         """How many accepted requests of a session have no result, and how many bytes their payloads have."""

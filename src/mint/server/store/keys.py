@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFoundError
+from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, NotFoundError
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
 from mint.server.store.journal import JOURNAL_FILE, record_bytes, request_bytes
@@ -316,7 +316,7 @@ class ApiKeys:
             self._database.write(
                 "UPDATE keys SET last_used_at = :now WHERE key_id = :key_id", key_id=key_id, now=time.time()
             )
-        except JournalError as error:
+        except (JournalError, DamagedDataError) as error:
             log.warning("when a key was last used could not be noted: %s", error)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from mint.errors import JournalError
+from mint.errors import DamagedDataError, JournalError
 from mint.server.store.checkpoint_folders import MANIFEST_FILE
 from mint.server.store.journal import Journal
 
@@ -119,7 +119,7 @@ class JobRemoval:
             models = self._journal.ended_models()
             while models and not self._is_closed.wait(REMOVAL_PAUSE_S) and self._journal.remove_jobs(models):
                 pass
-        except JournalError as error:
+        except (JournalError, DamagedDataError) as error:
             log.warning("the jobs of ended models are removed later: %s", error)
 
 

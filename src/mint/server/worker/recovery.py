@@ -94,7 +94,10 @@ class Recovery:
         """Stops a model: its requests fail until an operator decides. Returns the error of this request."""
         reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
         self._models.drop(model_id)
-        self._journal.mark_diverged(model_id, reason)
+        try:
+            self._journal.mark_diverged(model_id, reason)
+        except DamagedDataError as damage:
+            log.error("that model %s has stopped cannot be stored: %s", model_id, damage)
         log.error("model %s has stopped: %s; see mint recover", model_id, reason)
         return type(error)(reason, remedy=recover_remedy(model_id))
 

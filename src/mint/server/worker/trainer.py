@@ -145,7 +145,7 @@ class Trainer:
                 self.models.drop(job.model_id)
             raise
         except DamagedDataError as error:  # without this request, all that follow would compute other bits
-            return self._failed(job, self._recovery.stop(job.model_id, error))
+            return self._failed(job, self.stop(job.model_id, error))
         except _MemoryShortError:
             raise
         except MintError as error:
@@ -164,6 +164,10 @@ class Trainer:
         pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id, len(body))
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
         return JobOutcome(finish, effect.obsolete_files)
+
+    def stop(self, model_id: str, error: MintError) -> MintError:
+        """Stops a model, as `Recovery.stop`."""
+        return self._recovery.stop(model_id, error)
 
     def _restore(self, job: TrainingJob) -> None:
         try:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from mint.errors import JournalError, OutOfMemoryError, RequestFailedError
+from mint.errors import DamagedDataError, JournalError, OutOfMemoryError, RequestFailedError
 from mint.server.ids import RequestId, request_id
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.fairness import Fairness
@@ -163,6 +163,9 @@ class Worker:
                     if self._journal.storage.problem is None:
                         self._housekeeping()
                 self._run_next(housekeeping_at)
+            except DamagedDataError as error:
+                log.error("%s", error)
+                self._stopping.wait(JOURNAL_RETRY_S)
             except JournalError as error:
                 if self._journal.storage.problem is None:  # otherwise training waits, and sampling goes on
                     log.error("journal unavailable: %s", error)
@@ -176,7 +179,7 @@ class Worker:
 
         try:
             self._trainer.memory.save_all(until=self._save_until)
-        except JournalError as error:
+        except (JournalError, DamagedDataError) as error:
             log.warning("not all models are saved, and some requests will be replayed: %s", error)
         except Exception:  # the boundary: as above
             log.exception("the models were not saved, and some requests will be replayed")
@@ -235,6 +238,9 @@ class Worker:
         except JournalError:
             self._trainer.models.drop(job.model_id)  # the engine is ahead of the journal: restore, then run it again
             raise
+        except DamagedDataError as error:
+            self._fail_on_damage(job, error)
+            return
         if not is_known:  # its session has ended meanwhile
             self._trainer.models.drop(job.model_id)
             if finish.sampler is not None:
@@ -258,6 +264,18 @@ class Worker:
             self._samplers.drop_superseded(finish.model_id, busy=self._busy_samplers)
         with self._journal.storage.writing("which request runs"):
             self._note_running("")  # only now: a death before the commit counts as one in this request
+
+    def _fail_on_damage(self, job: TrainingJob, error: DamagedDataError) -> None:
+        """Stops a model for which the journal cannot store a result. That of this request is perhaps in memory only."""
+        result = FutureResult.of_error(self._trainer.stop(job.model_id, error))
+        try:
+            self._journal.finish_job(Finish(job.model_id, job.seq_id, "failed", result.body))
+        except DamagedDataError as again:
+            log.error("the error of request %d of %s cannot be stored: %s", job.seq_id, job.model_id, again)
+        self._queue.advance(job.model_id, job.seq_id)
+        self._futures.finish({request_id(job.model_id, job.seq_id): result})
+        with self._journal.storage.writing("which request runs"):
+            self._note_running("")
 
     def _busy_samplers(self) -> set[str]:
         """The samplers with requests that wait or run."""
@@ -303,7 +321,10 @@ class Worker:
         result = FutureResult.of_error(error)
         kinds = {job.seq_id: job.kind for job in waiting}
         # The missing numbers are journaled as failed, so that the late arrival of one of them is recognised.
-        self._journal.give_up(model_id, missing, list(kinds), result.body)
+        try:
+            self._journal.give_up(model_id, missing, list(kinds), result.body)
+        except DamagedDataError as damage:
+            self._trainer.stop(model_id, damage)
         for seq_id in sorted([*missing, *kinds]):
             self._trainer.models.note_failed(model_id, kinds.get(seq_id, "missing"))
         self._queue.advance(model_id, max(kinds))
