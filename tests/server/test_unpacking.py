@@ -19,9 +19,9 @@ from waiting import HANG_S
 from mint.errors import InvalidRequestError, RequestCancelledError
 from mint.server.http import unpacking
 from mint.server.http.bodies import Bodies
-from mint.server.http.unpacking import MAX_FRAMES, SLICE_BYTES, THREADS, Unpacker
+from mint.server.http.unpacking import MAX_FRAMES, SLICE_BYTES, THREADS, Unpacker, declared_size
 
-PACKED = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor(level=1).compress}
+PACKED = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor(level=1, write_content_size=False).compress}
 LIMIT = 64 << 20
 
 
@@ -86,7 +86,7 @@ def test_many_frames_are_unpacked_in_linear_time(encoding: str, monkeypatch: pyt
     body = PACKED[encoding](b"") * MAX_FRAMES
     asyncio.run(unpacked(body, encoding))
     passes = 2
-    assert watched.taken_bytes <= passes * (len(body) + MAX_FRAMES * SLICE_BYTES)
+    assert watched.taken_bytes <= passes * (len(body) + MAX_FRAMES * SLICE_BYTES[encoding])
 
 
 def test_large_content_is_whole(encoding: str) -> None:
@@ -138,7 +138,7 @@ def test_a_body_whose_sender_is_gone_is_unpacked_no_further(encoding: str, monke
     watched.go_on.set()
     bodies.close()
     bodies._unpacker._threads.shutdown(wait=True)
-    assert watched.taken_bytes == taken_bytes <= SLICE_BYTES
+    assert watched.taken_bytes == taken_bytes <= SLICE_BYTES[encoding]
 
 
 def test_an_owner_with_many_bodies_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +158,30 @@ def test_an_owner_with_many_bodies_keeps_no_other_waiting(monkeypatch: pytest.Mo
         unpacker.close()
 
     asyncio.run(asyncio.wait_for(run(), 2 * HANG_S))
+
+
+@pytest.mark.parametrize("declared", [0, 1, 100, 5000], ids=str)
+def test_a_frame_that_declares_another_size_than_it_has_is_refused(declared: int) -> None:
+    """And none unpacks to more than it declares."""
+    honest = zstandard.ZstdCompressor(level=1).compress(bytes(300))
+    assert honest[:6] == bytes.fromhex("28b52ffd602c")  # one segment, and a size of two bytes: 300 - 256
+    forged = honest[:5] + (declared - 256).to_bytes(2, "little") + honest[7:] if declared >= 256 else b""
+    forged = forged or honest[:4] + b"\x20" + declared.to_bytes(1, "little") + honest[7:]
+    assert declared_size(forged, "zstd") == (declared or None)
+    assert not asyncio.run(Unpacker().single_frame("ann", forged))
+    with pytest.raises(InvalidRequestError, match="cannot be unpacked"):
+        asyncio.run(unpacked(forged, "zstd"))
+
+
+def test_only_one_whole_frame_is_a_single_frame() -> None:
+    pack = zstandard.ZstdCompressor(level=1).compress
+    whole = pack(b"a" * 5000)
+    for body, content in ((whole, b"a" * 5000), (whole * 2, None), (whole + b"more", None), (whole[:-1], None)):
+        assert declared_size(body, "zstd") == 5000
+        assert asyncio.run(Unpacker().single_frame("ann", body)) == content
+    stream = zstandard.ZstdCompressor(level=1).compressobj()
+    assert declared_size(stream.compress(b"a") + stream.flush(), "zstd") is None
+    assert declared_size(b"no frame", "zstd") is None
 
 
 def test_a_frame_that_is_cut_short_is_refused(encoding: str) -> None:

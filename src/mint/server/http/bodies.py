@@ -22,7 +22,7 @@ from mint.errors import (
     RequestCancelledError,
     UnsupportedBodyError,
 )
-from mint.server.http.unpacking import LargeContentError, Unpacker
+from mint.server.http.unpacking import LargeContentError, Unpacker, declared_size
 
 T = TypeVar("T")
 
@@ -118,6 +118,13 @@ class Bodies:
             del self._held[owner]
 
     async def _unpack(self, body: Body, packed: bytes, encoding: str, limit: int) -> bytes:
+        declared = declared_size(packed, encoding)
+        if declared is not None and declared <= limit:
+            self.hold(body, declared)
+            content = await self._unpacker.single_frame(body.owner, packed)
+            if content is not None:
+                return content
+            self.hold(body, -declared)
         try:
             # Its size first: a bomb is refused before its content takes memory.
             self.hold(body, await self._unpacker.size(body.owner, packed, encoding, limit))

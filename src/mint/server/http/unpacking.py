@@ -26,8 +26,8 @@ THREADS = 2
 MAX_FRAMES = 2048
 """Members of gzip or frames of zstd in one body. Tools that write many of them write one for each 64 KiB of content."""
 
-SLICE_BYTES = 1024
-"""How much of a body is unpacked at once. It becomes at most 32 MiB: a block of zstd has 4 bytes for 128 KiB."""
+SLICE_BYTES: Mapping[str, int] = {"gzip": 16 * 1024, "zstd": 1024}
+"""How much of a body is unpacked at once. It becomes at most 17 or 32 MiB: a block of zstd has 4 bytes for 128 KiB."""
 
 MAX_WINDOW_BYTES = 32 << 20
 """The memory that a zstd stream may require; level 19 of the usual tools requires 8 MiB."""
@@ -35,6 +35,17 @@ MAX_WINDOW_BYTES = 32 << 20
 
 class LargeContentError(Exception):
     """The unpacked body is larger than allowed."""
+
+
+def declared_size(body: bytes, encoding: str) -> int | None:
+    """The size of the content that the first frame of a body declares; None if it declares none, or no content."""
+    if encoding != "zstd":
+        return None
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return None
+    return size if size > 0 else None  # zstandard believes a frame that declares no content, whatever it has
 
 
 class Unpacker:
@@ -46,6 +57,13 @@ class Unpacker:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="mint-unpack")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def single_frame(self, owner: str, body: bytes) -> bytes | None:
+        """The content of a body that is one frame of zstd with a `declared_size`; None if it is more or damaged.
+
+        Much faster than `size` and `content`: the interpreter's lock is given back once instead of for each slice.
+        """
+        return await self._run(owner, lambda _cancelled: _single_frame(body))
 
     async def size(self, owner: str, body: bytes, encoding: str, limit: int) -> int:
         """The size of the content of a body, whose encoding is `gzip` or `zstd`, without keeping the content.
@@ -84,6 +102,13 @@ def _size(pieces: Iterator[bytes], limit: int) -> int:
     return size
 
 
+def _single_frame(body: bytes) -> bytes | None:
+    try:
+        return zstandard.ZstdDecompressor().decompress(body, read_across_frames=False, allow_extra_data=False)
+    except zstandard.ZstdError:
+        return None
+
+
 def _joined(pieces: Iterator[bytes]) -> bytes:
     content = io.BytesIO()  # b"".join would hold the interpreter's lock for 40 ms for 60 MiB
     content.writelines(pieces)
@@ -117,11 +142,11 @@ def _pieces(body: bytes, encoding: str, cancelled: threading.Event) -> Iterator[
     """The content of all frames, a slice of the body at a time."""
     if not body:
         return
-    begin_frame = _FRAMES[encoding]()
+    begin_frame, slice_bytes = _FRAMES[encoding](), SLICE_BYTES[encoding]
     frame, frames = begin_frame(), 1
     try:
-        for start in range(0, len(body), SLICE_BYTES):
-            rest = body[start : start + SLICE_BYTES]
+        for start in range(0, len(body), slice_bytes):
+            rest = body[start : start + slice_bytes]
             while rest and not cancelled.is_set():
                 if frame.eof:
                     frame, frames = begin_frame(), frames + 1
