@@ -128,6 +128,7 @@ async def waits(group: Group) -> bool:
         ({"advantage": "rloo", "baseline": best_of_group}, r"baseline = function best_of_group: .*advantage = rloo"),
         ({"credit": "turn", "baseline": "batch"}, r"RLConfig\.baseline = batch: .*credit = turn"),
         ({"baseline": "median"}, r"RLConfig\.baseline = median: .*'group' or 'batch'.*or give a function"),
+        ({"loss_weighting": 3}, r"loss_weighting = 3: .*Give a function, or None"),
         ({"metrics": (two_arguments,)}, r"RLConfig\.metrics = two_arguments: .*\(groups\)"),
     ],
 )

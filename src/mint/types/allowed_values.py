@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -32,6 +33,8 @@ def _in_words(kind: Any) -> str:
     container = get_origin(kind)
     if container is Literal:
         return " or ".join(map(_quoted, get_args(kind)))
+    if container is Callable:
+        return "a function"
     if container is not None:
         *_, inner = (one for one in get_args(kind) if one is not Ellipsis)
         return f"a {container.__name__} whose values are {_in_words(inner)}"

@@ -1,0 +1,284 @@
+"""Each algorithm of docs/rl.md on the case that it is for, beside the default, on the bundled model.
+
+    python -m benchmarks.learning.algorithms [CASE …] [--arm NAME …] [--seeds N] [--steps N]
+
+stale      sampling weights that are 4 steps old, at 4/3 of the learning rate of the math demo
+ahead      rewards that take 2 s: in turns with training, and at most 1 and 3 steps ahead of it
+overlong   a reward that grows with the length, and a limit that cuts answers off
+entropy    math at a learning rate that collapses the entropy
+rare       an answer that the model gives in about one of 100 completions, and items that come back
+epochs     as many samples, trained on once or twice
+pairs      groups of 2, of which most are all right or all wrong
+tail       sampling at temperature 1.5, with and without top_p
+
+All arms of a case see the same items and seeds. An arm's interval is that of the held-out answers of all its seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mint.recipes.math import DEMO, MathAdapter
+from mint.rl import Reward, RLAdapter, RLConfig, run_grpo
+from mint.rl.estimate import interval
+
+
+class Sums(RLAdapter):
+    """The items and prompts of the math task."""
+
+    def __init__(self, seed: int) -> None:
+        self.math = MathAdapter(seed=seed)
+
+    def build_dataset(self) -> Sequence[Any]:
+        """The items of the math task."""
+        return self.math.build_dataset()
+
+    def build_heldout(self) -> Sequence[Any]:
+        """Those of the math task."""
+        return self.math.build_heldout()
+
+    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
+        """The prompt of the math task."""
+        return self.math.make_prompt(item, tokenizer)
+
+    def close(self) -> None:
+        """Ends the processes of the math task."""
+        self.math.close()
+
+
+class SlowMath(Sums):
+    """The math task; a reward takes 2 s more."""
+
+    async def compute_reward(self, response: str, item: Any) -> Reward | float:
+        """The math reward after the wait."""
+        await asyncio.sleep(2.0)
+        return await asyncio.to_thread(self.math.compute_reward, response, item)
+
+
+class Counting(Sums):
+    """Pays for each digit, up to 24; the policy learns long answers, up to the limit."""
+
+    def compute_reward(self, response: str, item: Any) -> float:
+        """The share of 24 digits."""
+        return min(24, len(re.findall(r"\d", response))) / 24
+
+
+class Rare(Sums):
+    """Pays for an answer that is ten too large, which the model gives in about one of 100; 32 items."""
+
+    def build_dataset(self) -> Sequence[Any]:
+        """The first 32 sums without a carry. They come back every second step."""
+        return [item for item in self.math.build_dataset() if self._is_without_carry(item)][:32]
+
+    def build_heldout(self) -> Sequence[Any]:
+        """Others of that kind."""
+        return [item for item in self.math.build_heldout() if self._is_without_carry(item)]
+
+    def compute_reward(self, response: str, item: Any) -> float:
+        """1 for the value and ten."""
+        return float(response.strip() == str(item.value + 10))
+
+    def _is_without_carry(self, item: Any) -> bool:
+        return item.op == "+" and item.a % 10 + item.b % 10 < 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """The task, the settings of all arms over those of the math demo, the arms, and what a row shows besides."""
+
+    task: Callable[[int], RLAdapter]
+    settings: dict[str, Any]
+    arms: dict[str, dict[str, Any]]
+    shown: tuple[str, ...]
+
+
+def math(seed: int) -> RLAdapter:
+    """The math task."""
+    return MathAdapter(seed=seed)
+
+
+STALE = {"max_staleness": 4, "staleness": "exactly", "learning_rate": 4e-3}
+CASES = {
+    "stale": Case(
+        math,
+        STALE,
+        {
+            "on-policy": {"max_staleness": 0},
+            "importance_sampling": {},
+            "TIS": {"loss_fn_config": {"tis_cap": 2.0}},
+            "MIS": {"correction": "sequence_mask"},
+            "IcePop": {"correction": "token_mask", "correction_high": 5.0},
+            "geometric mask": {"correction": "geometric_mask"},
+            "ppo": {"loss_fn": "ppo"},
+            "ppo, dual clip": {"loss_fn": "ppo", "loss_fn_config": {"dual_clip": 3.0}},
+            "ppo, MIS": {"loss_fn": "ppo", "correction": "sequence_mask"},
+            "cispo": {"loss_fn": "cispo"},
+            "cispo, TIS": {"loss_fn": "cispo", "correction": "token_truncate"},
+            "sapo": {"loss_fn": "sapo"},
+        },
+        ("train/kl_k2", "correction/masked_share"),
+    ),
+    "ahead": Case(
+        SlowMath,
+        {},
+        {
+            "in turns": {},
+            "at most 1": {"max_staleness": 1},
+            "at most 3": {"max_staleness": 3},
+            "at most 3, swapped every 4 tokens": {"max_staleness": 3, "swap_every": 4},
+            "exactly 3": {"max_staleness": 3, "staleness": "exactly"},
+        },
+        ("staleness/mean", "staleness/max"),
+    ),
+    "overlong": Case(
+        Counting,
+        {"max_tokens": 16, "temperature": 2.0, "learning_rate": 6e-3},
+        {
+            "keep": {},
+            "mask": {"truncation": "mask"},
+            "penalize": {"truncation": "penalize", "truncation_penalty": 0.5},
+            "soft": {"truncation": "soft", "truncation_penalty": 0.5, "overlong_buffer": 6},
+        },
+        ("rollouts/truncated_share", "rollouts/mean_length"),
+    ),
+    "entropy": Case(
+        math,
+        {"learning_rate": 9e-3},
+        {
+            "none": {},
+            "0.01": {"loss_fn_config": {"entropy_coef": 0.01}},
+            "0.1": {"loss_fn_config": {"entropy_coef": 0.1}},
+            "KL 0.05": {"kl_penalty_coef": 0.05},
+            "KL 0.05 to 0": {"kl_penalty_coef": 0.05, "kl_penalty_coef_end": 0.0},
+            "KL 0.05, renewed every 5": {"kl_penalty_coef": 0.05, "kl_reference_every": 5},
+        },
+        ("rollouts/entropy_estimate", "kl/policy_reference_k3"),
+    ),
+    "rare": Case(
+        Rare,
+        {},
+        {"none": {}, "replay": {"replay_size": 256}, "dynamic sampling": {"dynamic_sampling": True}},
+        ("groups/used", "replay/used"),
+    ),
+    "epochs": Case(
+        math,
+        {},
+        {
+            "once": {},
+            "twice": {"epochs_per_batch": 2},
+            "twice, ppo": {"epochs_per_batch": 2, "loss_fn": "ppo"},
+            "four times, ppo": {"epochs_per_batch": 4, "loss_fn": "ppo"},
+        },
+        ("train/ratio_max",),
+    ),
+    "pairs": Case(
+        math,
+        {"group_size": 2, "batch_size": 32},
+        {
+            "center": {},
+            "batch baseline": {"baseline": "batch"},
+            "REINFORCE++": {"advantage": "reinforce++", "baseline": "batch"},
+            "REINFORCE++-baseline": {"advantage": "reinforce++"},
+        },
+        ("datums",),
+    ),
+    "tail": Case(
+        math,
+        {"temperature": 1.5},
+        {
+            "all tokens": {},
+            "top_p 0.9, raw": {"top_p": 0.9},
+            "top_p 0.9, processed": {"top_p": 0.9, "logprobs_mode": "processed"},
+        },
+        ("train/ratio",),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run: the rows of its steps, held-out rewards at temperature 1, and the time of its steps."""
+
+    rows: list[dict[str, Any]]
+    mean: float
+    n: int
+    seconds: float
+    cpu_seconds: float
+
+
+def run(case: Case, arm: dict[str, Any], seed: int, steps: int) -> Outcome:
+    """One run of `steps` steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {"steps": steps, "seed": seed, "batch_size": 16, "heldout_size": 256, "print_progress": False}
+        config = DEMO.changed(**{**fields, **case.settings, **arm, "run_dir": Path(folder) / "run"})
+        assert isinstance(config, RLConfig)
+        cpu = time.process_time()
+        result = run_grpo(case.task(seed), config)
+        lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+        after = result.heldout_after[1.0]
+        return Outcome(list(map(json.loads, lines)), after.mean, after.n, result.seconds, time.process_time() - cpu)
+
+
+def compare(name: str, chosen: Sequence[str], seeds: int, steps: int) -> None:
+    """Prints a row per arm of a case: of those `chosen` that it has, or of all."""
+    case = CASES[name]
+    arms = {arm: fields for arm, fields in case.arms.items() if arm in chosen} or case.arms
+    outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
+    for seed in range(seeds):
+        for arm, fields in arms.items():  # in turns, so that other load meets all arms alike
+            outcomes[arm].append(run(case, fields, seed, steps))
+    print(f"\n{name}: {steps} steps, {seeds} seeds, 256 held-out items each\n")
+    print(
+        "| arm | reward, last 10 steps | held-out at T=1 (95 %) | per seed | s/step | CPU s | "
+        + " | ".join(case.shown)
+        + " |"
+    )
+    print("|---" * (6 + len(case.shown)) + "|")
+    for arm, runs in outcomes.items():
+        total = sum(one.n for one in runs)
+        values = [value for one in runs for value in _spread(one)]
+        mean, low, high = interval(values, proportion=True)
+        last = [row for one in runs for row in one.rows[-10:]]
+        cells = [
+            arm,
+            f"{np.mean([row['reward/mean'] for row in last]):.3f}",
+            f"{mean:.3f} ({low:.3f} to {high:.3f})" if total else "",
+            " ".join(f"{one.mean:.3f}" for one in runs),
+            f"{np.mean([one.seconds for one in runs]) / steps:.2f}",
+            f"{np.mean([one.cpu_seconds for one in runs]):.0f}",
+            *(f"{np.mean([row.get(key, 0.0) for row in last]):.4g}" for key in case.shown),
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _spread(outcome: Outcome) -> list[float]:
+    """One 0 or 1 for each held-out item, with the mean of the run (of partial rewards: rounded to whole items)."""
+    right = round(outcome.mean * outcome.n)
+    return [1.0] * right + [0.0] * (outcome.n - right)
+
+
+def main() -> None:
+    """Runs the cases that were named; all of them if none was."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("case", nargs="*", choices=[[], *CASES], default=[], metavar="CASE")
+    parser.add_argument("--arm", action="append", default=[], help="only this arm; may be given several times")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    for name in options.case or CASES:
+        compare(name, options.arm, options.seeds, options.steps)
+
+
+if __name__ == "__main__":
+    main()
