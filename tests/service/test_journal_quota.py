@@ -30,6 +30,7 @@ from mint.server.service.service import ENDED_KEPT_S, Service
 from mint.server.store.database import insert
 from mint.server.store.journal import FORGOTTEN_AT_ONCE, JOURNAL_FILE, Journal, record_bytes, request_bytes
 from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
+from mint.server.worker import snapshots
 from mint.server.worker.worker import HOUSEKEEPING_S
 
 QUOTA = 1 << 20
@@ -85,6 +86,38 @@ def test_a_loop_that_steps_never_comes_near_its_quota(ann: Harness) -> None:
         ann.run("forward_backward", model_id, 2 * step + 1, GOOD_PASS)
         ann.run("optim_step", model_id, 2 * step + 2, STEP)
     assert used(ann.service) < QUOTA / 4
+
+
+@pytest.mark.parametrize("models", [1, 12])
+def test_a_loop_whose_snapshots_are_rare_trains_on_beyond_its_quota_and_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: int
+) -> None:
+    monkeypatch.setattr(snapshots, "is_due", lambda times, *, is_small: False)  # as of a large state on a slow disk
+    harness = Harness(open_service(tmp_path), caller=ANN)
+    names = [harness.create_model(number) for number in range(models)]
+    digests = {}
+    for step in range(160 // models):
+        for name in names:
+            harness.run("forward_backward", name, 2 * step + 1, LARGE_PASS)
+            digests[name] = harness.run("optim_step", name, 2 * step + 2, STEP)["state_digest"]
+    assert harness.run("save_weights", names[0], 2 * step + 3, {"path": "final"})["path"]
+    assert used(harness.service) < QUOTA
+    harness.service.stop()
+    harness = Harness(open_service(tmp_path), harness.session_id, caller=ANN)
+    harness.restore(names[-1])
+    assert harness.digest(names[-1]) == digests[names[-1]]
+    harness.service.stop()
+
+
+def test_a_model_can_be_saved_when_steps_are_no_longer_accepted(ann: Harness) -> None:
+    model_id, full = ann.create_model(0), ann.create_model(1)
+    with pytest.raises(QuotaExceededError):
+        for seq_id in range(2, 2 * QUOTA // ROW_BYTES):  # they wait for request 1
+            ann.send("optim_step", full, seq_id, STEP)
+    with pytest.raises(QuotaExceededError):
+        ann.run("optim_step", model_id, 1, STEP)
+    assert ann.run("save_weights", model_id, 1, {"path": "final"})["path"]
+    ann.service.sessions.finish(ANN, ann.session_id)
 
 
 def test_a_copy_of_an_accepted_request_is_recognized_though_the_quota_is_used_up(ann: Harness) -> None:

@@ -22,7 +22,8 @@ FULL_TIMES_APART = 20
 """The same while the quota is used up: the owner may have made room."""
 
 SLACK = 8
-"""Beyond the quota, requests without much data take up to the quota's eighth: with steps an owner makes room again."""
+"""Beyond the quota, requests without much data take up to the quota's eighth: with steps an owner makes room again.
+Saves take an eighth more, so that a model can be saved when nothing else is accepted."""
 
 LITTLE_BYTES = 4096
 """The largest payload of a request without much data."""
@@ -65,6 +66,7 @@ class JournalUse:
         self._clock = clock
         self._lock = threading.Lock()
         self._of: dict[str, _Use] = {}
+        self._quotas: dict[str, int] = {}  # of the owners in `_of`, as the last request had it
 
     def add_record(self, owner: str, size_bytes: int, quota: int | None) -> None:
         """Counts a new session, model or sampler of an owner, with so much metadata.
@@ -80,7 +82,9 @@ class JournalUse:
                 raise self._error(owner, quota)
             use.records += ROW_BYTES + size_bytes
 
-    def add_request(self, owner: str, payload_bytes: int, quota: int | None) -> QuotaExceededError | None:
+    def add_request(
+        self, owner: str, payload_bytes: int, quota: int | None, *, is_save: bool = False
+    ) -> QuotaExceededError | None:
         """Counts a training request with such a payload; or returns the error with which it fails in its turn, and
         counts that.
 
@@ -89,10 +93,11 @@ class JournalUse:
         """
         if quota is None:
             return None
-        most = quota + quota // SLACK
+        most = quota + (2 if is_save else 1) * (quota // SLACK)
         error = None
         size = ROW_BYTES + payload_bytes
         with self._lock:
+            self._quotas[owner] = quota
             use = self._use_with_room(owner, size, most if payload_bytes <= LITTLE_BYTES else quota)
             if use is None:
                 error, size = self._error(owner, quota), 2 * ROW_BYTES
@@ -101,6 +106,14 @@ class JournalUse:
                 raise self._error(owner, quota)
             use.requests += size
         return error
+
+    def room(self, owner: str) -> int | None:
+        """What an owner may still take; None while that is half of the quota or more, or there is none."""
+        with self._lock:
+            use, quota = self._of.get(owner), self._quotas.get(owner)
+        if use is None or quota is None or 2 * use.total < quota:
+            return None
+        return max(0, quota - use.total)
 
     def add_result(self, owner: str, size_bytes: int) -> None:
         """Counts the result of a training request. No quota refuses it: the request was accepted."""

@@ -212,7 +212,8 @@ class TrainingRequests:
         """
         try:
             quota = caller.quotas.max_journal_bytes
-            return self._journal_use.add_request(caller.owner, len(row.payload or b""), quota)
+            size_bytes = len(row.payload or b"")
+            return self._journal_use.add_request(caller.owner, size_bytes, quota, is_save=row.kind in SAVES)
         except QuotaExceededError:
             if self._journal.job(row.model_id, row.seq_id) is None:  # a repeated one stores nothing
                 raise

@@ -369,6 +369,14 @@ class Journal:
         except DamagedDataError:
             return []
 
+    def payload_bytes(self, model_id: str, *, first: int) -> int:
+        """How many bytes the payloads of a model's requests have, from number `first` on."""
+        return self.database.value(
+            "SELECT coalesce(sum(length(payload)), 0) FROM jobs WHERE model_id = :model_id AND seq_id >= :first",
+            model_id=model_id,
+            first=first,
+        )
+
     def unfinished_size(self, session_id: str) -> tuple[int, int]:
         """How many accepted requests of a session have no result, and how many bytes their payloads have."""
         found = self.database.values(_UNFINISHED_SIZES, id=session_id)

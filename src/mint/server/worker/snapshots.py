@@ -39,6 +39,9 @@ The results of steps and saves are small, and kept until the session ends."""
 RETAINED_BYTES = 256 << 20
 """The results of a model's passes are larger together for a moment only: then the older half goes, not the newest."""
 
+ROOM_SHARE = 8
+"""Payloads, or results, of more than this part of what is left of the owner's quota of the journal are not kept."""
+
 PRUNED_AT_ONCE = 64
 STORAGE_CHECK_S = 0.1
 
@@ -95,15 +98,18 @@ class SnapshotHistory:
         self.replay_s += seconds
 
 
-def prune_results(history: SnapshotHistory, seq_id: int, size_bytes: int) -> dict[str, tuple[int, int]]:
+def prune_results(
+    history: SnapshotHistory, seq_id: int, size_bytes: int, *, room_bytes: int | None = None
+) -> dict[str, tuple[int, int]]:
     """The fields of `Finish` that remove old results of passes, together with request `seq_id`, which has a result of
-    this size.
+    this size. `room_bytes` is what is left of the owner's quota of the journal; None if that is enough.
 
     A replay compares the results behind the oldest snapshot, so those stay in any case.
     """
     changes: dict[str, tuple[int, int]] = {}
     before = history.too_large_below
-    _count_result(history, seq_id, size_bytes)
+    most_bytes = RETAINED_BYTES if room_bytes is None else min(RETAINED_BYTES, room_bytes // ROOM_SHARE)
+    _count_result(history, seq_id, size_bytes, most_bytes)
     least = 1 if history.too_large_below > before else PRUNED_AT_ONCE
     needless_below = max(seq_id - RETAINED_RESULTS, history.too_large_below)
     first, last = history.results_pruned_below, min(needless_below, history.pruned_below)
@@ -117,13 +123,13 @@ def prune_results(history: SnapshotHistory, seq_id: int, size_bytes: int) -> dic
     return changes
 
 
-def _count_result(history: SnapshotHistory, seq_id: int, size_bytes: int) -> None:
+def _count_result(history: SnapshotHistory, seq_id: int, size_bytes: int, most_bytes: int) -> None:
     history.results.append((seq_id, size_bytes))
     history.result_bytes += size_bytes
-    is_too_large = history.result_bytes > RETAINED_BYTES
+    is_too_large = history.result_bytes > most_bytes
     while len(history.results) > 1:
         oldest, size = history.results[0]
-        if not (is_too_large and history.result_bytes > RETAINED_BYTES // 2) and oldest >= seq_id - RETAINED_RESULTS:
+        if not (is_too_large and history.result_bytes > most_bytes // 2) and oldest >= seq_id - RETAINED_RESULTS:
             break
         history.results.popleft()
         history.result_bytes -= size
@@ -148,8 +154,12 @@ class Snapshots:
         digest: str,
         *,
         force: bool,
+        frees_payloads: bool = False,
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Saves the state after request `seq_id`, if it is time or with `force`.
+
+        Payloads are kept for a replay from the oldest snapshot; with `frees_payloads` from this one, and this waits for
+        the disk.
 
         Returns the fields of `Finish` to commit, and the files to delete after that commit.
 
@@ -177,10 +187,13 @@ class Snapshots:
         rows = [row, *history.rows]
         history.rows = rows[:MAX_SNAPSHOTS]
         old = rows[MAX_SNAPSHOTS:]
-        if not old:
+        if frees_payloads:
+            self.wait_written(history)  # nothing else has this state then
+        elif not old:
             return {"snapshot": row}, ()
         first = history.pruned_below
-        history.pruned_below = history.rows[-1].seq_id + 1
+        oldest = row if frees_payloads else history.rows[-1]
+        history.pruned_below = max(first, oldest.seq_id + 1)
         changes: dict[str, Any] = {
             "snapshot": row,
             "dropped_snapshots": tuple(gone.seq_id for gone in old),

@@ -40,7 +40,7 @@ from mint.server.worker.failed_passes import data_digest
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.model_memory import ModelMemory
 from mint.server.worker.recovery import Recovery
-from mint.server.worker.snapshots import Snapshots, prune_results
+from mint.server.worker.snapshots import ROOM_SHARE, Snapshots, prune_results
 from mint.types import (
     CreateModelResponse,
     LoadWeightsResponse,
@@ -101,14 +101,17 @@ class Trainer:
         decode: Decode,
         model_memory_bytes: int | None,
         require_save: Callable[[str, int], None],
+        journal_room: Callable[[str], int | None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
-        raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile."""
+        raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile.
+        `journal_room` is `JournalUse.room`."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
         self._require_save = require_save
+        self._journal_room = journal_room
         self._short_since: dict[tuple[str, int], float] = {}  # requests for which memory was short → since when
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
@@ -161,7 +164,8 @@ class Trainer:
             return outcome
         self._short_since.pop((job.model_id, job.seq_id), None)
         body = wire.encode_result(effect.result)
-        pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id, len(body))
+        room = self._journal_room(job.owner)
+        pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id, len(body), room_bytes=room)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
         return JobOutcome(finish, effect.obsolete_files)
 
@@ -213,8 +217,20 @@ class Trainer:
         self.models.require_finite_steps(job.model_id)
         history = self.models[job.model_id].snapshots
         read_state = self.models.engine.read_state
-        changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=False)
+        frees = self._must_free_payloads(job)
+        changes, obsolete = self._snapshots.save(
+            history, job.model_id, job.seq_id, read_state, digest, force=frees, frees_payloads=frees
+        )
         return _Success(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
+
+    def _must_free_payloads(self, job: TrainingJob) -> bool:
+        """Whether the owner's quota of the journal is half used up, and this model's payloads are a good part of what
+        is left: without a snapshot that replaces them, its next requests would find no room."""
+        room = self._journal_room(job.owner)
+        if room is None:
+            return False
+        pruned_below = self.models[job.model_id].snapshots.pruned_below
+        return ROOM_SHARE * self._journal.payload_bytes(job.model_id, first=pruned_below) > room
 
     # --- creating and loading ------------------------------------------------------------------------------------
 
