@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,28 @@ def test_going_back_to_the_snapshot_names_what_is_lost_and_never_leaves_half_a_s
     assert harness.digest(model_id) == digests[0]
     step(harness, model_id, 12)
     harness.service.stop()
+
+
+def test_a_users_checkpoint_keeps_its_name_and_its_files(tmp_path: Path) -> None:
+    harness, model_id, digests = trained(tmp_path)
+    users = [
+        harness.run("save_weights", model_id, 8 + n, {"path": f"recovered-2{end}"}) for n, end in enumerate(("", "-2"))
+    ]
+    harness.service.stop()
+    harness = reopened(tmp_path, harness.session_id)
+    failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    for _ in range(2):
+        decided = done(model_id, "--at-snapshot", "--data-dir", str(tmp_path))
+        assert decided["checkpoint"].endswith("/weights/recovered-2-3")
+        with closing(Journal(tmp_path / JOURNAL_FILE)) as journal:  # as if it had stopped there again
+            journal.mark_diverged(model_id, "again")
+    fresh = Harness(open_service(tmp_path))
+    for number, path in enumerate([*(user["path"] for user in users), decided["checkpoint"]]):
+        body = {"session_id": fresh.session_id, "model_seq_id": number, "path": path, "optimizer": True}
+        loaded = fresh.wait(fresh.submit("load_weights", body))["model_id"]
+        assert fresh.digest(loaded) == (digests[0] if number == 2 else digests[2])
+    fresh.service.stop()
 
 
 def test_trying_again_under_the_old_conditions_loses_nothing(tmp_path: Path) -> None:

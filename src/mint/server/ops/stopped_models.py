@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 
 from mint.engine.protocol import ModelState
@@ -158,15 +159,30 @@ def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: Sto
     if snapshot is None or row.base_model is None or row.lora is None:
         return None
     state = read_snapshot(data_dir / snapshot.file, snapshot)
-    path = CheckpointPath(row.model_id, checkpoints.TRAINING, f"recovered-{snapshot.seq_id}")
-    # A name made of the place: written again after a kill, it is the same folder.
-    folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, path.uri)}"
+    path = _free_path(journal, row.model_id, f"recovered-{snapshot.seq_id}")
+    folder = _folder_of(path)
     now = time.time()
     manifest = Manifest(path.uri, row.base_model, row.lora, bool(row.seed_given), state.step, now)
     with journal.storage.writing("a checkpoint", size_bytes(state)):
         checkpoint_folders.write_checkpoint(data_dir / folder, state, manifest, optimizer=True)
     size = checkpoint_folders.folder_size(data_dir / folder)
     return CheckpointRow(row.model_id, path.kind, path.name, folder, now, owner=stopped.owner, size_bytes=size)
+
+
+def _free_path(journal: Journal, model_id: str, name: str) -> CheckpointPath:
+    """The path of this name, or with the first number behind it that no checkpoint of a user has."""
+    path = CheckpointPath(model_id, checkpoints.TRAINING, name)
+    numbers = count(2)
+    while True:
+        existing = journal.checkpoint(path.model_id, path.kind, path.name)
+        if existing is None or existing.folder == _folder_of(path):
+            return path
+        path = CheckpointPath(model_id, checkpoints.TRAINING, f"{name}-{next(numbers)}")
+
+
+def _folder_of(path: CheckpointPath) -> str:
+    """Made of the path: written again after a kill, or by another decision at the same snapshot, it is the same."""
+    return f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, path.uri)}"
 
 
 def _require_possible(stopped: StoppedModel, decision: Decision) -> None:
