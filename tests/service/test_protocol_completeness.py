@@ -178,6 +178,25 @@ def test_a_repeated_request_may_be_spelled_differently_and_another_one_is_refuse
     assert isinstance(error, ConflictError) and error.status == 400
 
 
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_other_data_at_the_place_of_a_request_without_payload_are_refused(harness: Harness, forward_only: bool) -> None:
+    """The payload of a pass without a gradient, or of one that failed, is gone at its end."""
+    model_id = harness.create_model()
+    message = a_pass(model_id, 1, forward_only=forward_only)
+    if not forward_only:
+        message.loss_fn = "none"
+    promise = harness.service.training.submit(LOCAL, "forward_backward", message.SerializeToString(), Encoding.PROTO)
+    harness.answer(promise.request_id)
+    row = harness.stored(lambda journal: journal.job(model_id, 1))
+    assert row is not None and row.payload is None
+    again = harness.service.training.submit(LOCAL, "forward_backward", respelled(message), Encoding.PROTO)
+    assert again == promise
+    message.data[0].loss_fn_inputs["target_tokens"].dense = b"\1" * 24
+    other = message.SerializeToString()
+    error = failure(lambda: harness.service.training.submit(LOCAL, "forward_backward", other, Encoding.PROTO))
+    assert isinstance(error, ConflictError)
+
+
 def test_a_damaged_protobuf_fails_in_its_place_and_holds_nobody_up(harness: Harness) -> None:
     model_id = harness.create_model()
     body = a_pass(model_id, 1).SerializeToString()[:-5]

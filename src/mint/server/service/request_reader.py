@@ -5,12 +5,14 @@ A training request gets the row of the journal from which a later process can re
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
 from mint.server.ids import model_id
-from mint.server.store.rows import JobRow, payload_sha256
+from mint.server.store.rows import JobRow, payload_sha256, with_message_sha256
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import (
     CreateModelRequest,
@@ -65,6 +67,9 @@ class RequestReader:
         kind = "forward_only" if forward_only else route
         # With the kind, because two routes may get the same bytes.
         sha256 = payload_sha256(kind, body)
+        if encoding is wire.Encoding.PROTO and not isinstance(request, MintError):
+            with suppress(InvalidRequestError):  # it holds a value that mint does not write, and will fail for it
+                sha256 = with_message_sha256(sha256, wire.encode(request, encoding))
         return JobRow(owner, place, kind, body, sha256, encoding=encoding.value), request
 
     def decode(self, kind: str, body: bytes, encoding: wire.Encoding) -> BaseModel | MintError:
@@ -81,8 +86,8 @@ class RequestReader:
             return True
         if existing.kind != row.kind or isinstance(request, MintError):
             return False
-        if existing.payload is None:  # pruned: one protobuf message has many spellings, one of JSON does not
-            return existing.encoding == row.encoding == wire.Encoding.PROTO.value
+        if existing.payload is None:  # pruned
+            return existing.message_sha256 is not None and existing.message_sha256 == row.message_sha256
         known = self.decode(existing.kind, existing.payload, wire.Encoding(existing.encoding))
         return not isinstance(known, MintError) and wire.is_same(known, request)
 

@@ -28,6 +28,12 @@ def payload_sha256(kind: str, payload: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
 
 
+def with_message_sha256(sha256: str, message: bytes) -> str:
+    """The checksum of a request in protobuf, which spells one message in many ways: with that of the message as mint
+    spells it. It tells a repeated request from another one when the payload is gone."""
+    return f"{sha256}:{hashlib.sha256(message).hexdigest()}"
+
+
 def result_sha256(
     status: str,
     result: bytes,
@@ -147,6 +153,11 @@ class JobRow:
     result_sha256: str | None = None
     replay: str | None = None
 
+    @property
+    def message_sha256(self) -> str | None:
+        """That of `with_message_sha256`; None if the request was JSON, could not be read, or came to an older mint."""
+        return self.sha256.partition(":")[2] or None
+
     def verify_checksum(self) -> None:
         """Compares payload and result, as far as they are kept, with their checksums.
 
@@ -157,7 +168,7 @@ class JobRow:
         """
         payload, result = self.payload, self.result
         if payload is not None and not (
-            isinstance(payload, bytes) and payload_sha256(self.kind, payload) == self.sha256
+            isinstance(payload, bytes) and payload_sha256(self.kind, payload) == self.sha256.partition(":")[0]
         ):
             raise self._damaged("the payload")
         if result is None or self.result_sha256 is None:
