@@ -24,6 +24,7 @@ from service_harness import (
 from waiting import wait_until
 
 from mint.errors import QuotaExceededError, SessionEndedError, StepRefusedError
+from mint.server import journal_use
 from mint.server.callers import Caller, Quotas
 from mint.server.limits import ROW_BYTES
 from mint.server.service.service import ENDED_KEPT_S, Service
@@ -37,6 +38,12 @@ QUOTA = 1 << 20
 ANN = Caller("ann", quotas=Quotas(max_journal_bytes=QUOTA))
 LARGE_PASS = pass_body(*[datum(*[3] * 500)] * 20)
 LARGE_METADATA = json.dumps({"user_metadata": {"note": "x" * 200_000}}).encode()
+
+
+@pytest.fixture(autouse=True)
+def use_is_read_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long reading takes on a busy machine."""
+    monkeypatch.setattr(journal_use, "FULL_TIMES_APART", 0)
 
 
 @pytest.fixture
