@@ -110,6 +110,19 @@ def test_a_save_that_waited_while_the_disk_filled_up_fails_in_its_turn(tmp_path:
     harness.service.stop()
 
 
+def test_a_load_which_writes_a_snapshot_is_refused_below_the_reserve(tmp_path: Path, short: list[bool]) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    saved = harness.run("save_weights", model_id, 1, {"path": "kept"})["path"]
+    short[0] = True
+    error = failure(lambda: harness.run("load_weights", model_id, 2, {"path": saved, "optimizer": True}))
+    assert isinstance(error, OverloadedError) and error.field == "disk_reserve"
+    assert harness.stored(lambda journal: journal.snapshots(model_id)) == []
+    short[0] = False
+    assert harness.run("load_weights", model_id, 3, {"path": saved, "optimizer": True})
+    harness.service.stop()
+
+
 def test_while_the_disk_is_short_fewer_unnamed_samplers_are_kept(tmp_path: Path, short: list[bool]) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()

@@ -101,16 +101,18 @@ class Trainer:
         decode: Decode,
         model_memory_bytes: int | None,
         require_save: Callable[[str, int], None],
+        require_space: Callable[[], None],
         journal_room: Callable[[str], int | None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
         raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile.
-        `journal_room` is `JournalUse.room`."""
+        `require_space` raises while the disk is filled up to its reserve. `journal_room` is `JournalUse.room`."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
         self._require_save = require_save
+        self._require_space = require_space
         self._journal_room = journal_room
         self._short_since: dict[tuple[str, int], float] = {}  # requests for which memory was short → since when
         self._snapshots = Snapshots(journal, data_dir)
@@ -259,6 +261,7 @@ class Trainer:
                 value="(given)",
                 remedy="Leave it out: load your own checkpoints, or those that their owners have published",
             )
+        self._require_space()  # each load writes a snapshot
         row = checkpoints.find_checkpoint(self._journal, request.path, reader=self._journal.owner(job.model_id))
         manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
         key = self._bases.key
