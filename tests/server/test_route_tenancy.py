@@ -85,6 +85,7 @@ VALUES: Mapping[str, Any] = {
     "optimizer": False,
     "SampleRequest.prompt": sample_body("", 0)["prompt"],
     "CompletionRequest.prompt": "Hi",
+    "DetokenizeRequest.tokens": [5, 6],
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": 2,
     "ttl_seconds": 7200,
@@ -104,6 +105,7 @@ SELDOM = frozenset(
         "CopyWeightsRequest.model_seq_id",
         "CopyWeightsRequest.ttl_seconds",
         "CreateModelRequest.user_metadata",
+        "TokenizeRequest.prompt",
     }
 )
 """Optional fields that do not go together with the others of their message."""

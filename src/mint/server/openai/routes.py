@@ -27,10 +27,15 @@ from mint.server.openai.schemas import (
     ChatRequest,
     Completion,
     CompletionRequest,
+    DetokenizedText,
+    DetokenizeRequest,
     ErrorBody,
     ModelCard,
     ModelList,
+    TokenizedText,
+    TokenizeRequest,
 )
+from mint.server.openai.tokens import detokenize, tokenize
 from mint.types import invalid_request
 
 PREFIXES = ("/v1", "/oai/api/v1")
@@ -66,6 +71,18 @@ async def chat_completions(call: Call) -> Response:
     return await _send(
         call, generation, ChatWriter(request, generation), stream=request.stream, usage=request.wants_usage
     )
+
+
+async def tokens_of_text(call: Call) -> Response:
+    """The tokens of a text or a conversation."""
+    request = await call.run_blocking(_read, TokenizeRequest, call.body)
+    return _respond(await call.run_blocking(tokenize, call.service, call.caller, request))
+
+
+async def text_of_tokens(call: Call) -> Response:
+    """The text of tokens."""
+    request = await call.run_blocking(_read, DetokenizeRequest, call.body)
+    return _respond(await call.run_blocking(detokenize, call.service, call.caller, request))
 
 
 async def _send(call: Call, generation: GenerationRequest, writer: Writer, *, stream: bool, usage: bool) -> Response:
@@ -155,18 +172,22 @@ def _row(
         response,
         refuse=refuse,
         refusal=ErrorBody,
-        streams=request is not None,
+        streams=operation in (completions, chat_completions),
         waits_for_disk=False,
     )
 
 
-ROUTES: tuple[RouteRow, ...] = tuple(
-    row
-    for prefix in PREFIXES
-    for row in (
-        _row("GET", f"{prefix}/models", models, ModelList),
-        _row("GET", f"{prefix}/models/{{model:path}}", model, ModelCard),
-        _row("POST", f"{prefix}/completions", completions, Completion, CompletionRequest),
-        _row("POST", f"{prefix}/chat/completions", chat_completions, ChatCompletion, ChatRequest),
-    )
+ROUTES: tuple[RouteRow, ...] = (
+    _row("POST", "/tokenize", tokens_of_text, TokenizedText, TokenizeRequest),
+    _row("POST", "/detokenize", text_of_tokens, DetokenizedText, DetokenizeRequest),
+    *(
+        row
+        for prefix in PREFIXES
+        for row in (
+            _row("GET", f"{prefix}/models", models, ModelList),
+            _row("GET", f"{prefix}/models/{{model:path}}", model, ModelCard),
+            _row("POST", f"{prefix}/completions", completions, Completion, CompletionRequest),
+            _row("POST", f"{prefix}/chat/completions", chat_completions, ChatCompletion, ChatRequest),
+        )
+    ),
 )

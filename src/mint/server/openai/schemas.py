@@ -421,6 +421,40 @@ class ChatRequest(_SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
 
+class TokenizeRequest(_Strict):
+    """Asks for the tokens of a text (`prompt`) or of a conversation (`messages`)."""
+
+    refused = {
+        "add_generation_prompt": _REFUSED_IN_CHAT["add_generation_prompt"],
+        "chat_template": _REFUSED_IN_CHAT["chat_template"],
+        "continue_final_message": _REFUSED_IN_CHAT["continue_final_message"],
+        "mm_processor_kwargs": _REFUSED_IN_CHAT["mm_processor_kwargs"],
+    }
+
+    model: str
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    tools: list[ChatTool] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("is ambiguous", field="prompt", remedy="Pass either prompt or messages")
+        if self.prompt is not None and (bool(self.tools) or bool(self.chat_template_kwargs)):
+            raise InvalidRequestError("belongs to messages", field="tools", remedy="Leave it out, or pass messages")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """Asks for the text of tokens."""
+
+    model: str
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
+
+
 def _is_none(value: object) -> bool:
     return value is None
 
@@ -575,6 +609,21 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = _OPTIONAL
     prompt_token_ids: list[int] | None = _OPTIONAL
+
+
+class TokenizedText(BaseModel):
+    """The tokens of a text; `token_strs` names each, if that was asked for."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class ModelCard(BaseModel):
