@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from engine_data import datum, random_data
@@ -92,3 +95,9 @@ def test_padded_batches_hold_whole_examples_within_the_budget(budget: int) -> No
         assert batch.tokens.tolist() == [int(token) for index in batch.datum_ids for token in data[index].tokens]
         assert batch.positions.tolist() == [position for length in lengths for position in range(length)]
     assert len(batches) == {1: 20, 10_000: 1}.get(budget, len(batches))
+
+
+def test_a_first_pass_imports_no_module_of_numpy() -> None:
+    """It would fail in a process that has no file descriptor left."""
+    program = "import mint.engine.torch_engine, sys; sys.exit('numpy.ma' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.ma  # `np.unique` imports it at its first call, which fails where no file can be opened
 
 from mint.engine.protocol import TrainDatum
 
