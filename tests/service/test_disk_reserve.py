@@ -123,6 +123,20 @@ def test_a_load_which_writes_a_snapshot_is_refused_below_the_reserve(tmp_path: P
     harness.service.stop()
 
 
+def test_a_load_whose_snapshot_would_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    saved = harness.run("save_weights", model_id, 1, {"path": "kept"})["path"]
+    load = {"path": saved, "optimizer": True}
+    monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: disk.reserve_bytes + 16))
+    error = failure(lambda: harness.run("load_weights", model_id, 2, load))
+    assert isinstance(error, OverloadedError) and error.field == "disk_reserve" and "more are needed" in str(error)
+    assert harness.stored(lambda journal: journal.snapshots(model_id)) == []
+    monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: disk.reserve_bytes + MIB))
+    assert harness.run("load_weights", model_id, 3, load)
+    harness.service.stop()
+
+
 def test_while_the_disk_is_short_fewer_unnamed_samplers_are_kept(tmp_path: Path, short: list[bool]) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()

@@ -57,7 +57,7 @@ class DiskSpace:
     @property
     def is_short(self) -> bool:
         """Whether the disk is filled up to the reserve, or will be by what is promised."""
-        return self.free_bytes - self.promised_bytes < self.reserve_bytes
+        return self.shortage() is not None
 
     def look(self) -> bool:
         """Whether the disk is nearly full. The log says once when it becomes so, and once when it no longer is."""
@@ -84,13 +84,14 @@ class DiskSpace:
             return "the disk is filled up to its reserve: new passes, sessions, models, saves and uploads are refused"
         return "the disk is nearly full: new passes, sessions, models, saves and uploads will be refused soon"
 
-    def shortage(self) -> OverloadedError | None:
-        """The error if nothing new may be stored, else None."""
-        if not self.is_short:
+    def shortage(self, size_bytes: int = 0) -> OverloadedError | None:
+        """The error if nothing new of so many bytes may be stored, else None."""
+        if self.free_bytes - self.promised_bytes - size_bytes >= self.reserve_bytes:
             return None
+        needed = f", and {size_bytes} more are needed" if size_bytes else ""
         return OverloadedError(
-            f"bytes of the server's disk must stay free; {self.free_bytes} are, and copies under way will take "
-            f"{self.promised_bytes} of them; what runs goes on",
+            f"bytes of the server's disk must stay free; {self.free_bytes} are, copies under way will take "
+            f"{self.promised_bytes} of them{needed}; what runs goes on",
             field="disk_reserve",
             value=self.reserve_bytes,
             remedy="Delete checkpoints (mint checkpoints delete); the operator can free disk space, or lower "
@@ -124,15 +125,15 @@ class DiskSpace:
                 remedy="Delete checkpoints (mint checkpoints delete), or try again later; the operator can free space",
             )
 
-    def require_free_space(self, *, fresh: bool = False) -> None:
-        """Checks that something new may be stored, with `fresh` by the free space of this moment.
+    def require_free_space(self, size_bytes: int = 0, *, fresh: bool = False) -> None:
+        """Checks that something new of so many bytes may be stored, with `fresh` by the free space of this moment.
 
         Raises:
-            OverloadedError: the disk is filled up to the reserve.
+            OverloadedError: the disk is filled up to the reserve, or would be.
         """
         if fresh:
             self._read_at = float("-inf")
-        error = self.shortage()
+        error = self.shortage(size_bytes)
         if error is not None:
             raise error
 

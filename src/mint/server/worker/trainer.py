@@ -101,12 +101,13 @@ class Trainer:
         decode: Decode,
         model_memory_bytes: int | None,
         require_save: Callable[[str, int], None],
-        require_space: Callable[[], None],
+        require_space: Callable[[int], None],
         journal_room: Callable[[str], int | None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
         raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile.
-        `require_space` raises while the disk is filled up to its reserve. `journal_room` is `JournalUse.room`."""
+        `require_space` raises if so many bytes would fill the disk up to its reserve. `journal_room` is
+        `JournalUse.room`."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
@@ -261,9 +262,10 @@ class Trainer:
                 value="(given)",
                 remedy="Leave it out: load your own checkpoints, or those that their owners have published",
             )
-        self._require_space()  # each load writes a snapshot
         row = checkpoints.find_checkpoint(self._journal, request.path, reader=self._journal.owner(job.model_id))
         manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
+        # Each load writes a snapshot, which has the weights and two moments.
+        self._require_space(3 * sum(array.nbytes for array in state.weights.values()))
         key = self._bases.key
         if request.base_model is not None and key(request.base_model) != key(manifest.base_model):
             raise InvalidRequestError(
@@ -283,6 +285,7 @@ class Trainer:
         history = self.models[job.model_id].snapshots
         read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=True)
+        self._snapshots.wait_written(history)  # the next load sees how much room is left
         result = LoadWeightsResponse(path=request.path, model_id=job.model_id)
         return _Success(result, digest, {**changes, **created}, obsolete)
 
