@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from ports import free_port
 from waiting import HANG_S, wait_until
 
 import mint
+from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 from tests.server.server_harness import API, Person, running
 
@@ -72,6 +76,30 @@ def test_a_client_that_waits_for_a_result_is_told_to_ask_again(tmp_path: Path) -
         wait_until(lambda: server.service.futures.waiter_count == 1)
     waiting.join()
     assert answered == [408]
+
+
+def test_a_request_that_is_not_done_when_the_server_stops_may_be_sent_again() -> None:
+    begun = threading.Event()
+
+    async def never_done(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = HttpServer(http_config(never_done, drain_s=1), release_clients=lambda: None)
+        serving = threading.Thread(target=server.run, args=([bound],))
+        serving.start()
+        found: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: found.append(httpx.get(url_of("127.0.0.1", bound), timeout=HANG_S)))
+        asking.start()
+        assert begun.wait(HANG_S)
+        server.should_exit = True
+        asking.join()
+        serving.join()
+    (response,) = found
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "Send the same request again" in response.json()["error"]
 
 
 def test_a_loop_goes_on_over_a_restart_as_if_nothing_had_happened(tmp_path: Path) -> None:

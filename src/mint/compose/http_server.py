@@ -18,6 +18,7 @@ import uvicorn
 
 from mint.compose.event_loop import new_event_loop
 from mint.compose.http_connection import KEEP_ALIVE_S, Connection, IdleConnections
+from mint.compose.stopped_requests import StoppedRequests
 from mint.server.ops.open_files import max_connections, raise_open_files
 
 WAITING_CONNECTIONS = 2048
@@ -45,7 +46,7 @@ def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
     raise_open_files()
     connection: Any = partial(Connection, idle=IdleConnections(max_connections()))
     return uvicorn.Config(
-        app,
+        StoppedRequests(app),
         http=connection,
         ws="none",
         lifespan="off",
