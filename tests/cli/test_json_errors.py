@@ -29,8 +29,8 @@ def test_an_unusable_journal_is_an_error_in_json(tmp_path: Path, question: tuple
     answer = CliRunner().invoke(app, [*question, "--data-dir", str(tmp_path), "--json"])
     assert answer.exit_code == 1
     error = json.loads(answer.stdout)
-    assert error["code"] == "JournalError" and "journal" in error["error"] and error["remedy"]
-    assert "JournalError: " in answer.stderr
+    assert error["code"] == "DamagedDataError" and "journal" in error["error"] and error["remedy"]
+    assert "DamagedDataError: " in answer.stderr
 
 
 @pytest.mark.parametrize("question", [("rollouts", "none"), ("diagnose", "none"), ("runs", "show", "none")], ids=str)

@@ -281,7 +281,7 @@ def test_a_server_finds_its_sessions_again_though_a_script_used_the_folder_meanw
 
 def test_a_full_disk_delays_a_result_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.05)
-    monkeypatch.setattr("mint.server.service.service.Journal", Fragile)
+    monkeypatch.setattr("mint.server.lost_journal.Journal", Fragile)
     harness = Harness(open_service(tmp_path / "one"))
     model_id = harness.create_model()
     train(harness, model_id, 2)
