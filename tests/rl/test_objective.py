@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digits_task import ManyDigits
 
 from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import open_task_of_run
-from mint.rl import Group, RLAdapter, RLConfig, Rollout, run_grpo
+from mint.rl import Group, RLConfig, Rollout, run_grpo
 from mint.rl.objective import function_name
 from mint.rl.rollout import Turn
 from mint.rl.training.advantages import loss_weights, passes_filter, rollout_advantages
@@ -23,19 +24,6 @@ SMALL = RLConfig(
     base_model="mint/tiny", steps=2, batch_size=3, group_size=4, max_tokens=6, temperature=1.0, learning_rate=2e-3,
     heldout_size=0, print_progress=False,
 )  # fmt: skip
-
-
-class ManyDigits(RLAdapter):
-    """More digits, more reward."""
-
-    def build_dataset(self) -> Sequence[str]:
-        return ["1 + 1", "2 + 2", "3 + 3"]
-
-    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(f"Q: What is {item}?\nA:")
-
-    def compute_reward(self, response: str, item: str) -> float:
-        return sum(character.isdigit() for character in response) / 16
 
 
 def rollout(reward: float, length: int = 2) -> Rollout:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+from digits_task import ManyDigits
 
-from mint.rl import RLAdapter, RLConfig, run_grpo
+from mint.rl import RLConfig, run_grpo
 from mint.rl.config import CorrectionName
 from mint.rl.run_frame import ProgressHook
 from mint.rl.training.off_policy import correction_factors, correction_metrics
@@ -60,19 +60,6 @@ def test_metrics_are_those_of_all_tokens() -> None:
         "correction/masked_share": 0.25,
         "correction/max": 2.0,
     }
-
-
-class ManyDigits(RLAdapter):
-    """More digits, more reward."""
-
-    def build_dataset(self) -> Sequence[str]:
-        return ["1 + 1", "2 + 2", "3 + 3"]
-
-    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(f"Q: What is {item}?\nA:")
-
-    def compute_reward(self, response: str, item: str) -> float:
-        return sum(character.isdigit() for character in response) / 16
 
 
 def steps(*, resume: bool = False, on_progress: ProgressHook | None = None, **fields: Any) -> list[dict[str, float]]:

@@ -170,8 +170,8 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
 
 
 def entropy_bonus(spec: LossSpec, datum: TrainDatum, entropies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `entropy_coef` subtracts from the loss of each position, w·coef·H, and its derivative with respect to H,
-    float64 [N]; both 0 where the weight is 0."""
+    """The entropy bonus w·coef·H of each position, which is subtracted from its loss, and the derivative w·coef with
+    respect to the entropy H. Both float64 [N], and 0 where the weight w is 0."""
     trained = datum.weights != 0
     slope = np.where(trained, spec.config["entropy_coef"] * datum.weights.astype(np.float64), 0.0)
     return np.where(trained, slope * np.where(trained, entropies, 0.0), 0.0), slope

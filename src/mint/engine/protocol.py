@@ -149,14 +149,14 @@ class StopRule:
 
 @dataclass(frozen=True)
 class LogitBias:
-    """What is added to the logits of some tokens: int64 and float32 [·], no token twice."""
+    """Token ids int64 [J] and the numbers that are added to their logits, float32 [J]; no token twice."""
 
     tokens: np.ndarray
     values: np.ndarray
 
 
 class GrammarState(Protocol):
-    """How far one sequence has come in a grammar over tokens."""
+    """The state of one sequence in a grammar over tokens."""
 
     @property
     def has_ended(self) -> bool:

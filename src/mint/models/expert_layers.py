@@ -27,7 +27,7 @@ class LayersOfTensor:
     is_stacked: bool = False
     inputs_first: bool = False
     part: tuple[int, int] = (0, 1)
-    """Which part of the layer's outputs it holds, of how many of one size."""
+    """The index of the part of the layer's outputs that it holds, and the number of such parts, which have one size."""
 
 
 def layers_of(name: str, shape: Sequence[int], config: dict[str, Any]) -> LayersOfTensor:

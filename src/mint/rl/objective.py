@@ -86,7 +86,7 @@ def check_function(field: str, function: Callable[..., Any], arguments: Sequence
 
 
 def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: int | None) -> np.ndarray:
-    """What a function returned, as float64 [count], or one number [] where that is also allowed.
+    """Checks the numbers that a function returned: float64 [count], or one number [] if `count` is None.
 
     Raises:
         InvalidRequestError: it is of another shape, or not finite.
@@ -95,8 +95,8 @@ def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: 
         values = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
         values = np.full(1, np.nan)
-    shapes = [()] if count is None else [(count,)]
-    if values.shape not in shapes or not np.isfinite(values).all():
+    shape = () if count is None else (count,)
+    if values.shape != shape or not np.isfinite(values).all():
         wanted = "one finite number" if count is None else f"{count} finite numbers, one for each rollout"
         raise InvalidRequestError(
             f"returned {str(given)[:80]}", field=field, value=function_name(function), remedy=f"Return {wanted}"

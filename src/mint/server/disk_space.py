@@ -38,9 +38,9 @@ class DiskSpace:
         self._free_bytes = 0
         self._is_nearly_full = False
         self.promised_bytes = 0
-        """What copies and the imports of uploads have still to write: it is on its way, so nothing else may use it."""
+        """Bytes that copies and imports of uploads have still to write. Nothing else may use this space."""
         self.announced_bytes = 0
-        """What clients have still to send of their uploads. They may never send it, so it limits other uploads only."""
+        """Bytes of uploads that clients have still to send. They may never come, so they limit other uploads only."""
         self.reserve_bytes = (
             default_reserve(shutil.disk_usage(data_dir).total) if reserve_bytes is None else reserve_bytes
         )

@@ -146,8 +146,8 @@ def _vocabulary(folder: Path, ends: tuple[int, ...], vocab_size: int) -> Any:
 
 
 class _Vocabulary:
-    """What llguidance reads of a tokenizer. Where a grammar forces a text, it lets through the tokens of that text
-    alone, and so asks for them."""
+    """A model's tokenizer, with the members that llguidance reads. llguidance calls it for the tokens of a text that a
+    grammar forces: it allows only these tokens there."""
 
     bos_token_id = None
 

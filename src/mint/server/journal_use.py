@@ -31,7 +31,7 @@ LITTLE_BYTES = 4096
 
 @dataclass
 class _Use:
-    """What was read of an owner's journal, and what was accepted since: of requests, and of all other records.
+    """The bytes of an owner in the journal: those that were read, and those accepted since, of requests and of records.
 
     `has_forgotten`: when it was read, records of ended sessions were removed, and that has made much room.
     """
@@ -108,7 +108,7 @@ class JournalUse:
         return error
 
     def room(self, owner: str) -> int | None:
-        """What an owner may still take; None while that is half of the quota or more, or there is none."""
+        """The bytes that an owner has left; None if that is half of the quota or more, or if there is no quota."""
         with self._lock:
             use, quota = self._of.get(owner), self._quotas.get(owner)
         if use is None or quota is None or 2 * use.total < quota:

@@ -1,4 +1,4 @@
-"""What a sequence changes in its logits before a token is drawn: excluded tokens, biases, penalties, and a grammar.
+"""Rules that change the logits of a sequence before a token is drawn: excluded tokens, biases, penalties, a grammar.
 
 The rules apply in vLLM's order: the tokens that `allowed` and the grammar let through; `bias`; no end before
 `min_tokens`; the repetition, frequency and presence penalties; `min_p`, after the temperature. Temperature, top-k and

@@ -43,7 +43,7 @@ class ExpertTensors:
     router: str = "gate"
     intermediate_size: str = "moe_intermediate_size"
     norm_topk_prob: bool = False
-    """Where config.json does not say it."""
+    """The value of `norm_topk_prob` if config.json has none."""
     always_normed: bool = False
     """The weights of a token's experts add up to 1, whatever `norm_topk_prob` says."""
     stacked: bool = False
@@ -219,7 +219,7 @@ _ACTIVATIONS: dict[Activation, dict[str, object]] = {
     "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
     "clamped_swiglu": {"hidden_act": "silu", "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
 }
-"""What config.json has for them, if anything."""
+"""The values of config.json that stand for each activation; keys that are absent count as these."""
 
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
 """The families, for error messages."""

@@ -77,7 +77,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def gated(up: Tensor, activation: Activation) -> Tensor:
-    """What the activated gate is multiplied with."""
+    """The factor of the activated gate: `up`, in a clamped SwiGLU clamped and plus 1."""
     return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1) if activation == "clamped_swiglu" else up
 
 

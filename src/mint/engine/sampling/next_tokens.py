@@ -38,7 +38,7 @@ class NextTokens:
         return bool(self.finite.all() and self.possible.all())
 
     def error(self, rows: np.ndarray) -> str | None:
-        """What is wrong with one of `rows`; None if all are sound."""
+        """The error of the first of `rows` that is not sound; None if all are."""
         if not self.finite[rows].all():
             return DIVERGED
         return None if self.possible[rows].all() else NO_TOKEN

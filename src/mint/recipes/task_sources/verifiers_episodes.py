@@ -53,9 +53,9 @@ class VerifiersEpisode(MessageEnv):
         self._environment = environment
         self._task = task
         self._asked: asyncio.Queue[list[Message] | None] = asyncio.Queue()
-        """What the environment says to the policy; None when it has ended."""
+        """The messages of the environment to the policy; None when it has ended."""
         self._replies: asyncio.Queue[str | None] = asyncio.Queue()
-        """What the policy answers; None when a limit has ended the episode."""
+        """The replies of the policy; None when a limit has ended the episode."""
         self._traces: list[Any] = []
         self._played: asyncio.Task[None] | None = None
 

@@ -29,7 +29,7 @@ class MixedItem:
 
 
 class _Mixture(Task):
-    """What both kinds of mixture share. `tasks` by name; `weights` by name, 1 where none is given."""
+    """The base of both kinds of mixture. `tasks` by name; `weights` by name, 1 where none is given."""
 
     def __init__(self, tasks: Mapping[str, Task], weights: Mapping[str, float], seed: int) -> None:
         self.tasks = dict(tasks)

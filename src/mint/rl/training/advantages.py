@@ -195,7 +195,7 @@ def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[Rollou
 def _baseline(
     group: Group, rollouts: Sequence[Rollout], batch_mean: float, config: RLConfig
 ) -> float | np.ndarray | None:
-    """What is subtracted from each reward of a group; None: the estimator's own, the mean of the group."""
+    """The number subtracted from each reward of a group, or one for each [G]; None: the mean of the group."""
     if config.baseline == "group" or not rollouts:
         return None
     if not callable(config.baseline):

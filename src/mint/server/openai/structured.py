@@ -1,4 +1,4 @@
-"""What a request lets a reply be: JSON, a grammar, or tool calls, as one grammar over the model's tokens.
+"""The formats that a request allows for a reply (JSON, a grammar, tool calls), as one grammar over the model's tokens.
 
 Knows how each family writes a call (`types/tool_call_formats`); llguidance's dialect of Lark describes it.
 """
@@ -22,7 +22,7 @@ _AS_PYTHON_WRITES = {"whitespace_flexible": False, "item_separator": ", ", "key_
 
 
 def structured_outputs(request: CompletionRequest | ChatRequest) -> StructuredOutputs | None:
-    """What `response_format`, `structured_outputs` and the `guided_…` fields ask for.
+    """The format in `response_format`, `structured_outputs` or one of the `guided_…` fields; None if there is none.
 
     Raises:
         InvalidRequestError: two of them ask for something, or one cannot be read.
@@ -70,8 +70,9 @@ def format_field(request: CompletionRequest | ChatRequest) -> str:
 def chat_grammar(
     request: ChatRequest, vocabulary: Vocabulary, template: str, written_as: ToolCallFormat, *, is_thinking: bool
 ) -> StructuredOutputs | None:
-    """What a reply may be: calls, if `tool_choice` forces them; the format that is asked for, or calls where tools are
-    offered; after its reasoning, where the prompt has opened it.
+    """The format of a chat's reply; None if everything is allowed. If `tool_choice` forces calls, the reply is calls.
+    Else it has the format of the request, or is a call if tools are offered. Reasoning that the prompt has opened may
+    come first.
 
     Raises:
         InvalidRequestError: as `structured_outputs`, or a forced call and a format are asked for together.

@@ -13,7 +13,7 @@ from mint.server.store.rows import ModelRow, base_numbers
 
 
 def recover_remedy(model_id: str) -> str:
-    """What may be done about a model that has stopped."""
+    """The remedy in the error of a model that has stopped."""
     return f"The operator can let it go on with `mint recover {model_id}`; or load a checkpoint into a new model"
 
 
