@@ -163,6 +163,20 @@ def test_a_loss_function_takes_the_steps_of_the_servers_own_loss() -> None:
         assert other["mismatch/max_abs_logprob_diff"] == 0
 
 
+@pytest.mark.learns
+def test_a_filter_is_called_once_when_groups_are_collected_and_once_when_they_are_trained() -> None:
+    seen: list[Rollout] = []
+
+    def refuses_three(group: Group) -> bool:
+        seen.append(group.rollouts[0])
+        return len(seen) > 3
+
+    run_grpo(ManyDigits(), SMALL.changed(steps=1, group_filter=refuses_three, dynamic_sampling=True, max_refill=9.0))
+    times = [sum(one is other for other in seen) for one in seen]
+    assert times[:3] == [1, 1, 1], "the refused groups were replaced"
+    assert times[3:] == [2] * 6
+
+
 def constant(logprobs: Any, sampled: Any, advantages: Any, weights: Any) -> Any:
     return torch.ones(())
 

@@ -38,20 +38,29 @@ class BatchCollector:
         groups = self._roll_out(step, sampling_client, policy_step, first=0, count=wanted)
         if all(group.error for group in groups):
             raise RequestFailedError(f"step {step}: no prompt could be sampled; the first said: {groups[0].error}")
-        while config.dynamic_sampling:
-            missing = wanted - sum(self._is_informative(group) for group in groups)
-            missing = min(missing, wanted + int(config.max_refill * wanted) - len(groups))
-            if missing <= 0:
-                break
-            groups += self._roll_out(step, sampling_client, policy_step, first=len(groups), count=missing)
-        informative_first = sorted(groups, key=lambda group: not self._is_informative(group))
-        chosen = {id(group) for group in informative_first[:wanted]}
-        return RolloutBatch(
-            step,
-            groups=[group for group in groups if id(group) in chosen],
-            replaced=[group for group in groups if id(group) not in chosen],
-            policy_step=policy_step,
-            temperature=config.temperature_at(step),
+        replaced: list[Group] = []
+        if config.dynamic_sampling:
+            groups, replaced = self._refilled(groups, step, sampling_client, policy_step)
+        return RolloutBatch(step, groups, replaced, policy_step=policy_step, temperature=config.temperature_at(step))
+
+    def _refilled(
+        self, groups: list[Group], step: int, sampling_client: PolicySampler, policy_step: int
+    ) -> tuple[list[Group], list[Group]]:
+        """The groups to train on, and those that others replaced."""
+        wanted = len(groups)
+        most = wanted + int(self.config.max_refill * wanted)
+        # One verdict per group: `group_filter` is the user's function, which may be slow or count its calls.
+        informative = [self._is_informative(group) for group in groups]
+        while (missing := min(wanted - sum(informative), most - len(groups))) > 0:
+            more = self._roll_out(step, sampling_client, policy_step, first=len(groups), count=missing)
+            groups = groups + more
+            informative += [self._is_informative(group) for group in more]
+        # A stable sort: groups with a signal first, otherwise in the order of the dataset.
+        informative_first = sorted(range(len(groups)), key=lambda place: not informative[place])
+        chosen = set(informative_first[:wanted])
+        return (
+            [group for place, group in enumerate(groups) if place in chosen],
+            [group for place, group in enumerate(groups) if place not in chosen],
         )
 
     def _is_informative(self, group: Group) -> bool:

@@ -71,8 +71,8 @@ class PolicyTrainer:
         """Takes the optimizer steps of one batch.
 
         A group without an advantage is left out, unless there is a KL penalty; so is one that `group_filter` refuses.
-        `on_policy`: the weights to train are
-        those that sampled, so that sampler and trainer must agree on every logprob.
+        `on_policy`: the weights to train are those that sampled, so that sampler and trainer must agree on every
+        logprob.
 
         Raises:
             InvalidRequestError: a function of the settings returned something that it must not.
