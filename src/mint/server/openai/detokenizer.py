@@ -90,6 +90,8 @@ class Detokenizer:
         self._has_ended = False
         self.offset = 0
         """Characters before the next token."""
+        self.stop: str | None = None
+        """The stop string that has ended the text."""
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that is certain now."""
@@ -103,10 +105,12 @@ class Detokenizer:
         if self._early:
             self._early -= 1
             return self._release(len(self._raw))
-        found = [place for place in map(self._raw.find, self._stops) if place >= 0]
+        found = [(place, stop) for stop in self._stops if (place := self._raw.find(stop)) >= 0]
         if found:
+            place, stop = min(found)
+            self.stop = stop.decode()
             self._has_ended = True
-            return self._release(min(found))
+            return self._release(place)
         return self._release(len(self._raw) - held_back(self._raw, self._stops))
 
     def close(self) -> str:

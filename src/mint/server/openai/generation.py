@@ -53,6 +53,24 @@ class ChoiceDelta:
     finish: Finish | None = None
     prompt: list[SampledToken] | None = None
     """The prompt's tokens, where their logprobs were asked for by themselves."""
+    stop: str | None = None
+    """Of the last delta: the stop string that ended the text."""
+    cached: int = 0
+    """Of the last delta of a prompt's first choice: how many tokens of the prompt were not computed anew."""
+
+
+class TokenCounter:
+    """Counts the tokens of the prompts and of the choices; a prompt counts once, however many choices it has."""
+
+    def __init__(self, generation: GenerationRequest) -> None:
+        self.prompt = sum(len(prompt) for prompt in generation.prompts)
+        self.sampled = 0
+        self.cached = 0
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Counts the tokens of a delta."""
+        self.sampled += len(delta.sampled)
+        self.cached += delta.cached
 
 
 class _Choice:
@@ -87,11 +105,12 @@ class _Choice:
         text, calls = self._parse(self._detokenizer.push(token))
         return ChoiceDelta(self._index, text, calls, sampled=sampled)
 
-    def close(self, finish: Finish) -> ChoiceDelta:
+    def close(self, finish: Finish, cached: int) -> ChoiceDelta:
         """The last delta."""
         text, calls = self._parse(self._detokenizer.close())
         rest, last_calls = ("", []) if self._tool_parser is None else self._first_call(self._tool_parser.close())
-        return ChoiceDelta(self._index, text + rest, [*calls, *last_calls], finish=finish)
+        stop = self._detokenizer.stop
+        return ChoiceDelta(self._index, text + rest, [*calls, *last_calls], finish=finish, stop=stop, cached=cached)
 
     def _parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         return (text, []) if self._tool_parser is None else self._first_call(self._tool_parser.push(text))
@@ -236,13 +255,14 @@ def _remaining_deltas(
         text = generation.vocabulary.text(generation.prompts[prompt], frozenset())
         scored = _scored_prompt(generation, prompt, text, response, generation.prompt_top)
         yield from (choice.score_prompt(scored) for choice in choices)
+    cached = [response.prompt_cache_hit_tokens, *[0] * (len(choices) - 1)]
     if not response.sequences:  # no token was asked for
-        yield from (choice.close("length") for choice in choices)
-    for choice, sequence in zip(choices, response.sequences, strict=False):
+        yield from (choice.close("length", count) for choice, count in zip(choices, cached, strict=True))
+    for choice, count, sequence in zip(choices, cached, response.sequences, strict=False):
         for place in range(choice.count, len(sequence.tokens)):
             top = None if sequence.topk_logprobs is None else sequence.topk_logprobs[place]
             yield choice.push(sequence.tokens[place], sequence.logprobs[place], top)
-        yield choice.close("stop" if sequence.stop_reason == "stop" else "length")
+        yield choice.close("stop" if sequence.stop_reason == "stop" else "length", count)
 
 
 def _scored_prompt(

@@ -6,12 +6,10 @@ by name, unless its value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -20,6 +18,7 @@ from pydantic import (
 )
 
 from mint.errors import InvalidRequestError
+from mint.server.strict_fields import Refusals, StrictFields
 from mint.types.sampling import LogitBiases
 from mint.types.training import MAX_SEED
 
@@ -31,9 +30,6 @@ MAX_TOKEN = 2**31 - 1
 _NO_PROCESSORS = "Leave it out, or use allowed_token_ids, logit_bias or a penalty"
 _NO_AUDIO = "Only text goes in and out"
 _OWN_TEMPLATE = "Leave it out: the chat template of the model renders the conversation"
-
-Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
 
 _LABELS = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user"}
@@ -90,41 +86,10 @@ _REFUSED_IN_MESSAGES: Refusals = {
 """Of a message: clients send back the messages that they got, with all fields of OpenAI's."""
 
 
-class _Strict(BaseModel):
-    """Treats null as left out, converts no types (`"1"` is no number), and refuses what it does not know by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    refused: ClassVar[Refusals] = {}
-    labels: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        honoured: dict[str, Any] = {}
-        for name, value in fields.items():
-            if value is None or (name in cls.labels and name not in own):
-                continue
-            if name in own:
-                honoured[name] = value
-                continue
-            known = cls.refused.get(name)
-            if known is None:
-                remedy = "Remove it or correct its spelling"
-                raise InvalidRequestError("is not known here", field=name, value=value, remedy=remedy)
-            harmless, remedy = known
-            if not any(value == nothing for nothing in harmless):
-                raise InvalidRequestError("is not supported", field=name, value=value, remedy=remedy)
-        return honoured
-
-
-class StreamOptions(_Strict):
+class StreamOptions(StrictFields):
     """Options of a stream."""
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "continuous_usage_stats": ((False,), "Pass include_usage"),
         "include_obfuscation": ((False,), "Leave it out: events are not padded"),
     }
@@ -132,22 +97,22 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(StrictFields):
     """A schema with a name. `strict` is a hint: a reply always keeps to the schema."""
 
-    labels = frozenset({"description", "name", "strict"})
+    labels: ClassVar[frozenset[str]] = frozenset({"description", "name", "strict"})
 
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(StrictFields):
     """The format of a reply."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputsOptions(_Strict):
+class StructuredOutputsOptions(StrictFields):
     """vLLM's `structured_outputs`; exactly one field is given."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -157,14 +122,14 @@ class StructuredOutputsOptions(_Strict):
     grammar: str | None = None
 
 
-class _SamplingRequest(_Strict):
+class _SamplingRequest(StrictFields):
     """The fields of both kinds of request. `SamplingParams` says what those mean that it has, too. `top_k`,
     `stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `return_token_ids`, `return_tokens_as_token_ids`,
     `allowed_token_ids`, `min_tokens`, `repetition_penalty`, `min_p`, `prompt_logprobs`, `structured_outputs` and the
     `guided_…` fields are vLLM's."""
 
-    refused = _REFUSED
-    labels = _LABELS
+    refused: ClassVar[Refusals] = _REFUSED
+    labels: ClassVar[frozenset[str]] = _LABELS
 
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -269,10 +234,10 @@ class CompletionRequest(_SamplingRequest):
         return prompt  # ty: ignore[invalid-explicit-return]
 
 
-class ContentPart(_Strict):
+class ContentPart(StrictFields):
     """A part of a message. `prompt_cache_breakpoint` is a hint."""
 
-    labels = frozenset({"prompt_cache_breakpoint"})
+    labels: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
     type: str
     text: str | None = None
@@ -286,27 +251,27 @@ class ContentPart(_Strict):
         return fields
 
 
-class FunctionCall(_Strict):
+class FunctionCall(StrictFields):
     """Which function, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
-class ChatToolCall(_Strict):
+class ChatToolCall(StrictFields):
     """A call that the assistant has asked for. `index`, which streams add, is its place in the list."""
 
-    labels = frozenset({"index"})
+    labels: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictFields):
     """One message of a conversation."""
 
-    refused = _REFUSED_IN_MESSAGES
+    refused: ClassVar[Refusals] = _REFUSED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -331,33 +296,33 @@ class ChatMessage(_Strict):
         return "".join(part.text or "" for part in self.content)
 
 
-class FunctionDefinition(_Strict):
+class FunctionDefinition(StrictFields):
     """The description of a function for the model; `parameters` is a JSON schema.
 
     `strict` is a hint: the model reads the schema, and nothing makes it keep to it.
     """
 
-    labels = frozenset({"strict"})
+    labels: ClassVar[frozenset[str]] = frozenset({"strict"})
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ChatTool(_Strict):
+class ChatTool(StrictFields):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(_Strict):
+class FunctionName(StrictFields):
     """Names a function."""
 
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictFields):
     """The function that has to be called."""
 
     type: Literal["function"]
@@ -379,7 +344,7 @@ ToolChoice = Annotated[Literal["auto", "none", "required"] | NamedTool, WrapVali
 class ChatRequest(_SamplingRequest):
     """Asks for the next message of a conversation. `chat_template_kwargs`, vLLM's, go to the chat template."""
 
-    refused = {**_REFUSED, **_REFUSED_IN_CHAT}
+    refused: ClassVar[Refusals] = {**_REFUSED, **_REFUSED_IN_CHAT}
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -421,10 +386,10 @@ class ChatRequest(_SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(StrictFields):
     """Asks for the tokens of a text (`prompt`) or of a conversation (`messages`)."""
 
-    refused = {
+    refused: ClassVar[Refusals] = {
         "add_generation_prompt": _REFUSED_IN_CHAT["add_generation_prompt"],
         "chat_template": _REFUSED_IN_CHAT["chat_template"],
         "continue_final_message": _REFUSED_IN_CHAT["continue_final_message"],
@@ -448,7 +413,7 @@ class TokenizeRequest(_Strict):
         return self
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(StrictFields):
     """Asks for the text of tokens."""
 
     model: str

@@ -1,15 +1,17 @@
-"""Writes generated choices as OpenAI's responses: whole ones, and the events of a stream."""
+"""Writes generated choices as completions and chat completions: whole ones, and the events of a stream."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mint.errors import AuthenticationError, MintError, NotFoundError, OverloadedError, PromptTooLongError
-from mint.server.openai.generation import ChoiceDelta, SampledToken
+from mint.errors import MintError
+from mint.server.openai.delivery import END_OF_STREAM, event
+from mint.server.openai.errors import describe_error
+from mint.server.openai.generation import ChoiceDelta, SampledToken, TokenCounter
 from mint.server.openai.generation_requests import GenerationRequest
 from mint.server.openai.schemas import (
     AssistantMessage,
@@ -27,8 +29,6 @@ from mint.server.openai.schemas import (
     CompletionLogprobs,
     CompletionRequest,
     Delta,
-    ErrorBody,
-    ErrorDetails,
     FunctionCall,
     PromptLogprob,
     PromptLogprobs,
@@ -38,23 +38,6 @@ from mint.server.openai.schemas import (
 )
 
 
-class UsageCounter:
-    """Counts the tokens of the prompts and of the choices."""
-
-    def __init__(self, generation: GenerationRequest) -> None:
-        self._prompt = sum(len(prompt) for prompt in generation.prompts)
-        self._sampled = 0
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Counts the sampled tokens of a delta."""
-        self._sampled += len(delta.sampled)
-
-    @property
-    def usage(self) -> Usage:
-        total = self._prompt + self._sampled
-        return Usage(prompt_tokens=self._prompt, completion_tokens=self._sampled, total_tokens=total)
-
-
 class _Writer:
     """What the responses of both routes share."""
 
@@ -62,7 +45,7 @@ class _Writer:
         self._request = request
         self._generation = generation
         self._as_ids = request.return_tokens_as_token_ids
-        self.counts = UsageCounter(generation)
+        self._counts = TokenCounter(generation)
         weights = generation.weights.weights_id or generation.weights.base_model
         # changes when a training run publishes newer weights
         fingerprint = f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}"
@@ -79,10 +62,22 @@ class _Writer:
     def _ids(self, sampled: Sequence[SampledToken]) -> list[int] | None:
         return [each.token for each in sampled] if self._request.return_token_ids else None
 
+    def fail(self, error: MintError) -> Iterator[bytes]:
+        """The error, and the mark that ends a stream."""
+        yield event(describe_error(error))
+        yield END_OF_STREAM
+
+    @property
+    def _usage(self) -> Usage:
+        counts = self._counts
+        total = counts.prompt + counts.sampled
+        return Usage(prompt_tokens=counts.prompt, completion_tokens=counts.sampled, total_tokens=total)
+
     def _by_choice(self, deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
         """All deltas of each choice as one."""
         parts: dict[int, list[ChoiceDelta]] = {}
         for delta in deltas:
+            self._counts.add(delta)
             parts.setdefault(delta.choice, []).append(delta)
         return [
             ChoiceDelta(
@@ -123,19 +118,22 @@ class CompletionWriter(_Writer):
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Completion:
         """The whole response."""
         choices = [self._choice(delta, is_first=True) for delta in self._by_choice(deltas)]
-        return Completion(**self._head, choices=choices, usage=self.counts.usage)
+        return Completion(**self._head, choices=choices, usage=self._usage)
 
-    def event(self, delta: ChoiceDelta) -> Completion | None:
-        """The next event of a stream; None for a delta that shows nothing."""
+    def events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The next event of a stream; none for a delta that shows nothing."""
+        self._counts.add(delta)
         if not (delta.text or delta.finish or delta.echoed or self._shows_tokens(delta)):
-            return None
+            return
         is_first = delta.choice not in self._started
         self._started.add(delta.choice)
-        return Completion(**self._head, choices=[self._choice(delta, is_first=is_first)])
+        yield event(Completion(**self._head, choices=[self._choice(delta, is_first=is_first)]))
 
-    def last(self) -> Completion:
-        """The event with the token counts."""
-        return Completion(**self._head, choices=[], usage=self.counts.usage)
+    def end(self) -> Iterator[bytes]:
+        """The token counts, if they were asked for, and the mark that ends a stream."""
+        if self._request.wants_usage:
+            yield event(Completion(**self._head, choices=[], usage=self._usage))
+        yield END_OF_STREAM
 
     def _shows_tokens(self, delta: ChoiceDelta) -> bool:
         return bool(delta.sampled) and (self._generation.top is not None or self._request.return_token_ids)
@@ -176,6 +174,7 @@ class ChatWriter(_Writer):
 
     def __init__(self, request: ChatRequest, generation: GenerationRequest) -> None:
         super().__init__(request, generation, "chatcmpl")
+        self._started: set[int] = set()
         self._calls: dict[int, int] = {}  # choice → number of its calls so far
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> ChatCompletion:
@@ -197,22 +196,20 @@ class ChatWriter(_Writer):
         return ChatCompletion(
             **self._head,
             choices=choices,
-            usage=self.counts.usage,
+            usage=self._usage,
             prompt_token_ids=self._prompt,
             prompt_logprobs=self._prompt_logprobs(whole[0]),
         )
 
-    def first(self, choice: int) -> ChatChunk:
-        """The first event of a message."""
-        delta = Delta(role="assistant", content="")
-        chunk = ChunkChoice(index=choice, delta=delta)
-        return ChatChunk(**self._head, choices=[chunk], prompt_token_ids=self._prompt if choice == 0 else None)
-
-    def event(self, delta: ChoiceDelta) -> ChatChunk | None:
-        """The next event of a stream; None for a delta that shows nothing."""
+    def events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The next event of a stream, after the first of its message; none for a delta that shows nothing."""
+        self._counts.add(delta)
+        if delta.choice not in self._started:
+            self._started.add(delta.choice)
+            yield event(self._first(delta.choice))
         shows_tokens = bool(delta.sampled) and (self._generation.top is not None or self._request.return_token_ids)
         if not (delta.text or delta.calls or delta.finish or shows_tokens):
-            return None
+            return
         calls = [self._delta(delta.choice, call) for call in delta.calls]
         chunk = ChunkChoice(
             index=delta.choice,
@@ -221,11 +218,18 @@ class ChatWriter(_Writer):
             finish_reason=_chat_finish(delta, delta.choice in self._calls),
             token_ids=self._ids(delta.sampled),
         )
-        return ChatChunk(**self._head, choices=[chunk])
+        yield event(ChatChunk(**self._head, choices=[chunk]))
 
-    def last(self) -> ChatChunk:
-        """The event with the token counts."""
-        return ChatChunk(**self._head, choices=[], usage=self.counts.usage)
+    def end(self) -> Iterator[bytes]:
+        """The token counts, if they were asked for, and the mark that ends a stream."""
+        if self._request.wants_usage:
+            yield event(ChatChunk(**self._head, choices=[], usage=self._usage))
+        yield END_OF_STREAM
+
+    def _first(self, choice: int) -> ChatChunk:
+        delta = Delta(role="assistant", content="")
+        chunk = ChunkChoice(index=choice, delta=delta)
+        return ChatChunk(**self._head, choices=[chunk], prompt_token_ids=self._prompt if choice == 0 else None)
 
     @property
     def _prompt(self) -> list[int] | None:
@@ -263,26 +267,3 @@ def _chat_finish(delta: ChoiceDelta, has_calls: bool) -> ChatFinish | None:
 
 def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def describe_error(error: MintError) -> ErrorBody:
-    """An error in OpenAI's shape; clients tell errors apart by `code`."""
-    kind, code = "invalid_request_error", None
-    if error.status >= 500:
-        kind = "server_error"
-    elif isinstance(error, OverloadedError):
-        kind, code = "rate_limit_error", "rate_limit_exceeded"
-    elif isinstance(error, AuthenticationError):
-        kind, code = "authentication_error", "invalid_api_key"
-    elif isinstance(error, PromptTooLongError):
-        code = "context_length_exceeded"
-    elif isinstance(error, NotFoundError) and error.field == "model":
-        code = "model_not_found"
-    param = None if error.field is None else _param(error.field)
-    return ErrorBody(error=ErrorDetails(message=str(error), type=kind, param=param, code=code))
-
-
-def _param(field: str) -> str:
-    """The field's name as the client sent it: pydantic's errors begin with the name of the message."""
-    first, _, rest = field.partition(".")
-    return rest if rest and first.endswith("Request") else field

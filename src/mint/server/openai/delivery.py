@@ -1,0 +1,103 @@
+"""Sends a generated reply: whole, or as server-sent events while it is sampled.
+
+If the client disconnects, its request is cancelled. A writer gives the messages their form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response, StreamingResponse
+
+import mint.wire as wire
+from mint.errors import MintError
+from mint.server.http.bodies import unless_client_leaves
+from mint.server.http.route_table import Call
+from mint.server.openai.generation import ChoiceDelta, generate
+from mint.server.openai.generation_requests import GenerationRequest
+from mint.types import invalid_request
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class ReplyWriter(Protocol):
+    """Writes one reply in the form of a protocol. It gets every delta, in order."""
+
+    def whole(self, deltas: list[ChoiceDelta]) -> BaseModel:
+        """The whole response."""
+        ...
+
+    def events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The events of a stream for the next delta; before the first, those that begin the stream."""
+        ...
+
+    def end(self) -> Iterator[bytes]:
+        """The events that end a stream."""
+        ...
+
+    def fail(self, error: MintError) -> Iterator[bytes]:
+        """The events that end a stream with an error."""
+        ...
+
+
+def read_body(kind: type[M], body: bytes) -> M:
+    """A request. Not by `wire.decode`, which logs unknown fields: clients of these protocols send many.
+
+    Raises:
+        InvalidRequestError: it is no such request.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_request(error, kind.__name__) from error
+
+
+def respond(message: BaseModel) -> Response:
+    """A message as a response."""
+    return Response(message.model_dump_json().encode(), media_type=wire.MEDIA_TYPE)
+
+
+def event(message: BaseModel, *, name: str | None = None) -> bytes:
+    """A message as one server-sent event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + message.model_dump_json().encode() + b"\n\n"
+
+
+async def deliver(call: Call, generation: GenerationRequest, writer: ReplyWriter, *, stream: bool) -> Response:
+    """Samples, and sends what the writer writes.
+
+    Raises:
+        MintError: what the sampling failed with, in a stream only before the first token.
+    """
+    source = generate(call.service, generation, live=stream)
+    if not stream:
+        return respond(await unless_client_leaves(call.request, _whole(source, writer)))
+    # errors before the first token have a status of their own, so the stream begins after it
+    first = await unless_client_leaves(call.request, anext(source))
+    return StreamingResponse(_events(source, first, writer), media_type="text/event-stream")
+
+
+async def _whole(source: AsyncGenerator[ChoiceDelta], writer: ReplyWriter) -> BaseModel:
+    async with aclosing(source):
+        return writer.whole([delta async for delta in source])
+
+
+async def _events(source: AsyncGenerator[ChoiceDelta], first: ChoiceDelta, writer: ReplyWriter) -> AsyncIterator[bytes]:
+    async with aclosing(source):
+        try:
+            for written in writer.events(first):
+                yield written
+            async for delta in source:
+                for written in writer.events(delta):
+                    yield written
+        except MintError as error:
+            for written in writer.fail(error):
+                yield written
+            return
+        for written in writer.end():
+            yield written
