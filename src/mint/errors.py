@@ -26,7 +26,7 @@
     │   └── BillingError                never raised here; for scripts that catch it                        user   402
     ├── ConnectionLostError         the server cannot be reached                                            server 503
     ├── ResultTimeoutError          `.result(timeout=…)` ran out; the request itself continues              user   408
-    └── MissingExtraError           an optional part of mint is not installed; names the extra              user   501
+    └── MissingExtraError           an optional part of mint is not installed; names the extra              user   400
 
 The columns are `category` (whose fault it is) and `status` (HTTP). Scripts for other SDKs of this protocol catch the
 same classes under other names: `TinkerError` and `APIError` are `MintError`, `APIConnectionError` is
@@ -259,10 +259,13 @@ class ResultTimeoutError(MintError, TimeoutError):
 
 
 class MissingExtraError(MintError, ImportError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed: here, or where the server runs the model.
+
+    A client need not send such a request again, so the status is none of 5xx.
+    """
 
     category = "user"
-    status = 501
+    status = 400
 
 
 TinkerError = APIError = MintError

@@ -21,7 +21,7 @@ def subclasses(kind: type[MintError]) -> set[type[MintError]]:
 
 OF_SERVERS = sorted(
     {kind for kind in subclasses(MintError) if kind.__module__ == errors.__name__}
-    - {errors.ResultTimeoutError, errors.MissingExtraError},  # raised by clients only
+    - {errors.ResultTimeoutError},  # raised by clients only
     key=lambda kind: kind.__name__,
 )
 
