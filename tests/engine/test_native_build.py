@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,64 @@ def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     slow.chmod(0o700)
     monkeypatch.setattr(native_build, "COMPILERS", (str(slow),))
     monkeypatch.setattr(native_build, "COMPILE_SECONDS", 0.2)
-    with pytest.raises(MissingExtraError, match="took more than"):
+    with pytest.raises(MissingExtraError, match="did not end in"):
         NativeBuild(tmp_path / "kept").libraries()
+
+
+def _cut_off(library: Path) -> None:
+    library.write_bytes(library.read_bytes()[:-2000])
+
+
+def _flip_a_bit(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def _link(library: Path) -> None:
+    library.rename(library.with_suffix(".elsewhere"))
+    library.symlink_to(library.with_suffix(".elsewhere"))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_cut_off, "its content is not what was compiled"),
+        (_flip_a_bit, "its content is not what was compiled"),
+        (_link, "it is not a file"),
+        (lambda library: library.chmod(0o777), "others can write it"),
+    ],
+)
+def test_a_library_that_somebody_changed_is_compiled_again(
+    tmp_path: Path, change: Callable[[Path], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = NativeBuild(tmp_path).libraries()
+    sound = before["threads"].read_bytes()
+    change(before["threads"])
+    with caplog.at_level(logging.WARNING):
+        after = NativeBuild(tmp_path).libraries()
+    assert after.keys() == before.keys() and after["threads"].read_bytes() == sound
+    assert [str(before["threads"]) in line and reason in line for line in caplog.messages] == [True]
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_belongs_to_another_user_is_not_loaded(tmp_path: Path) -> None:
+    library = NativeBuild(tmp_path).libraries()["threads"]
+    inode = library.stat().st_ino
+    os.chown(library, 12345, -1)
+    assert NativeBuild(tmp_path).libraries()["threads"].stat().st_ino != inode
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(MissingExtraError, match=r"belongs to user 12345.*not to 0.*XDG_CACHE_HOME"):
+        NativeBuild(tmp_path).libraries()
+
+
+@needs_compiler
+def test_others_lose_the_right_to_write_into_the_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    NativeBuild(tmp_path).libraries()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
 @needs_compiler

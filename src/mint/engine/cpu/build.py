@@ -2,21 +2,29 @@
 
 Libraries are cached in a folder by source, flags and processor. The compiler is not part of the key: its upgrade must
 not change the bits of a run in progress.
+
+A library is code that runs with the rights of its user. Therefore the folder is the user's own, and the name of each
+file ends in the checksum of its content: a file that is cut off, damaged or written by somebody else is compiled again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
 from mint.errors import MissingExtraError
+
+log = logging.getLogger("mint.kernels")
 
 _FOLDER = Path(__file__).parent / "sources"
 SOURCES = tuple(sorted(_FOLDER.glob("*.c")))
@@ -34,66 +42,133 @@ FLAGS = (
     "-fno-trapping-math",
     "-fopenmp",
 )
-COMPILE_SECONDS = 60
-"""One file takes about one second; a compiler that takes so long hangs."""
+COMPILE_SECONDS = 900.0
+"""One file takes about one second of a processor. A busy machine may need a minute; a compiler that takes so long
+hangs."""
+
+NOTICE_SECONDS = 20.0
+"""After so long the log says that the compiler is still at work."""
 
 TESTED_HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether the kernels are tested on this kind of machine, so that they are used by default."""
+
+_WRITABLE_FOR_OTHERS = 0o022
 
 REMEDY = "Install gcc or clang, or set MINT_NATIVE=0 to compute with torch's kernels"
 
 
 class NativeBuild:
-    """The libraries of all sources. The constructor starts to compile them, in parallel."""
+    """The libraries of all sources. The constructor starts to compile those that are missing, in parallel."""
 
     def __init__(self, folder: Path, *, required: bool = True) -> None:
         """Compiles into `folder` what it does not have. If that fails, an engine does without unless they are
         `required`."""
         self.required = required
-        missing = [source for source in SOURCES if not _library(folder, source).exists()]
         # The threads are joined at exit, so that no compiler outlives the process.
-        pool = ThreadPoolExecutor(max(len(missing), 1), thread_name_prefix="mint-compile")
-        self._parts: list[Future[None]] = [pool.submit(_compile, folder, source) for source in missing]
+        pool = ThreadPoolExecutor(len(SOURCES), thread_name_prefix="mint-compile")
+        self._parts = {source.stem: pool.submit(_library, folder, source) for source in SOURCES}
         pool.shutdown(wait=False)
-        self._folder = folder
 
     def libraries(self) -> dict[str, Path]:
         """Where each library is, by the name of its source without suffix; waits until all are there.
 
         Raises:
-            MissingExtraError: there is no C compiler, or it refuses or hangs, or the folder cannot be written.
+            MissingExtraError: there is no C compiler, or it refuses or hangs, or the folder cannot be used.
         """
-        wait(self._parts)
-        for part in self._parts:
-            part.result()
-        return {source.stem: _library(self._folder, source) for source in SOURCES}
+        if wait(self._parts.values(), timeout=NOTICE_SECONDS).not_done:
+            log.info("the C kernels are still being compiled; this machine is busy")
+        return {stem: part.result() for stem, part in self._parts.items()}
 
 
 def _library(folder: Path, source: Path) -> Path:
+    """The library of a source, compiled if the folder has no sound one."""
+    key = _key(source)  # before it is compiled: an upgrade may replace the source meanwhile
+    try:
+        _make_private(folder)
+        for library in sorted(folder.glob(f"{source.stem}-{key}-*.so")):
+            if (fault := _fault_of(library)) is None:
+                return library
+            log.warning("%s is not loaded but compiled again: %s", library, fault)
+            library.unlink(missing_ok=True)
+        return _compile(folder, source, key)
+    except OSError as error:
+        raise MissingExtraError(f"native kernels could not be kept in {folder}: {error}", remedy=REMEDY) from error
+
+
+def _key(source: Path) -> str:
+    """What a library is made of, as a checksum."""
     made_of = "\n".join([*(path.read_text() for path in (source, *HEADERS)), *FLAGS, _processor()])
-    return folder / f"{source.stem}-{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
+    return _checksum(made_of.encode())
 
 
-def _compile(folder: Path, source: Path) -> None:
+def _make_private(folder: Path) -> None:
+    """Makes the folder, or takes the right to write there away from others.
+
+    Raises:
+        MissingExtraError: it belongs to another user, who could put code there.
+        OSError: it cannot be made or changed.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise MissingExtraError(
+            f"native kernels are not kept in {folder}: it belongs to user {found.st_uid}, not to {os.geteuid()}",
+            remedy="Set XDG_CACHE_HOME to a folder of your own, or MINT_NATIVE=0 to compute with torch's kernels",
+        )
+    if found.st_mode & _WRITABLE_FOR_OTHERS:
+        folder.chmod(found.st_mode & ~_WRITABLE_FOR_OTHERS & 0o777)
+
+
+def _fault_of(library: Path) -> str | None:
+    """Why a library must not be loaded; None if it is sound. A cut-off library would end the process by a signal."""
+    found = library.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        return "it is not a file"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & _WRITABLE_FOR_OTHERS:
+        return "others can write it"
+    if not library.stem.endswith(f"-{_checksum(library.read_bytes())}"):
+        return "its content is not what was compiled"
+    return None
+
+
+def _compile(folder: Path, source: Path, key: str) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
-    library = _library(folder, source)  # named before it is compiled: an upgrade may replace the source meanwhile
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place) / source.stem
-            command = [compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place) / source.stem
+        command = [compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+        try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
-            if done.returncode != 0:
-                raise MissingExtraError(
-                    f"{source.name} could not be compiled by {compiler}: {done.stderr.strip()[-500:]}", remedy=REMEDY
-                )
-            made.replace(library)  # atomic, also with two processes at once
-    except subprocess.TimeoutExpired as error:
-        raise MissingExtraError(f"{compiler} took more than {COMPILE_SECONDS} s", remedy=REMEDY) from error
-    except OSError as error:
-        raise MissingExtraError(f"native kernels could not be kept in {folder}: {error}", remedy=REMEDY) from error
+        except subprocess.TimeoutExpired as error:
+            raise MissingExtraError(
+                f"{compiler} did not end in {COMPILE_SECONDS:.0f} s",
+                remedy="Look why it hangs, or set MINT_NATIVE=0 to compute with torch's kernels",
+            ) from error
+        if done.returncode != 0:
+            raise MissingExtraError(
+                f"{source.name} could not be compiled by {compiler}: {done.stderr.strip()[-500:]}", remedy=REMEDY
+            )
+        made.chmod(0o700)  # whatever the umask is
+        _sync(made)
+        library = folder / f"{source.stem}-{key}-{_checksum(made.read_bytes())}.so"
+        made.replace(library)  # atomic, also with two processes at once
+    _sync(folder)
+    return library
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @cache
