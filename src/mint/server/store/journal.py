@@ -441,7 +441,8 @@ class Journal:
         accept_numbers: bool = False,
     ) -> None:
         """Lets a stopped model be restored again; stores what was decided about the replay of some of its requests, and
-        a checkpoint of its state. With `accept_numbers` its base model may have another dtype and quantization."""
+        a checkpoint of its state. With `accept_numbers` its base model may have another dtype, quantization and set of
+        kernels."""
         with self.database.transaction() as transaction:
             if checkpoint is not None:
                 transaction.execute(_PUT_CHECKPOINT, **vars(checkpoint))

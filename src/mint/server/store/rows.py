@@ -17,8 +17,11 @@ REPLAY_ACCEPTED = "accepted"
 REPLAY_LOST = "lost"
 """The request is not replayed: it counts as failed, though its client has its result."""
 
-BASE_NUMBERS = {"dtype": "MINT_DTYPE", "quantization": "MINT_QUANTIZE"}
+BASE_NUMBERS = {"dtype": "MINT_DTYPE", "quantization": "MINT_QUANTIZE", "attention": "MINT_NATIVE"}
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
+
+_KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)"}
+"""The value of MINT_NATIVE, by the attention that took effect: with one come all kernels of its maker."""
 
 REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
 
@@ -52,10 +55,15 @@ def settings_sha256(base_model: str | None, lora: dict[str, Any] | None, seed_gi
 
 
 def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """The variables that decide a base model's numbers, and the values that took effect; None if not known."""
+    """The variables that decide a base model's numbers, and the values that took effect; None if not known.
+
+    Without `MINT_NATIVE` if the model runs in transformers, which has no kernels to choose.
+    """
     if effective is None or "dtype" not in effective:
         return None
-    return {variable: effective.get(name) or "none" for name, variable in BASE_NUMBERS.items()}
+    values = {name: effective.get(name) or "none" for name in BASE_NUMBERS}
+    values["attention"] = _KERNELS.get(values["attention"])
+    return {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
 
 
 def _sha256(*values: Any) -> str:

@@ -1,4 +1,4 @@
-"""Whether a base model still has the dtype and the quantization on which a model was trained.
+"""Whether a base model still has the dtype, the quantization and the kernels with which a model was trained.
 
 A replay of the model's requests would find other numbers, too, but after a snapshot of the last step there is nothing
 to replay; and nothing is replayed for a sampler.
@@ -23,13 +23,13 @@ def require_same_numbers(row: ModelRow, settings: Mapping[str, object]) -> None:
     `settings` are those of the base model that took effect.
 
     Raises:
-        RecoveryDivergedError: its dtype or its quantization is another.
+        RecoveryDivergedError: its dtype, its quantization or its set of kernels is another.
     """
     recorded, found = base_numbers(row.effective), base_numbers(settings)
     if recorded is None or found is None:
         return
     for variable, value in recorded.items():
-        if found[variable] != value:
+        if found.get(variable, value) != value:
             raise RecoveryDivergedError(
                 f"model {row.model_id} was trained on a base model with {variable}={value}, "
                 f"and has {variable}={found[variable]} now; put the setting back and use --retry",

@@ -1,8 +1,9 @@
 """Brings a model back after a restart: its newest good snapshot, then the finished requests since, bit for bit.
 
 A replay is checked: the digest of every step and the logprobs of every pass must equal those that were acknowledged.
-The base model must have the dtype and the quantization on which the model was trained. If something differs, that model
-stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the worker's thread only.
+The base model must have the dtype, the quantization and the kernels with which the model was trained. If something
+differs, that model stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the
+worker's thread only.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Samplers:
         If not, the model stops, too: so an operator can decide about both with `mint recover`.
 
         Raises:
-            RecoveryDivergedError: the dtype or the quantization of the base model is another.
+            RecoveryDivergedError: the dtype, the quantization or the set of kernels of the base model is another.
         """
         model = None if row.model_id is None else self._journal.model(row.model_id)
         if model is None:
