@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from openai_server import Server, serving
@@ -22,4 +23,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {server.keys['ada']}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as opened:
         yield opened

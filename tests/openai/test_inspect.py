@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import venv
 from pathlib import Path
 
 import pytest
 from openai_server import MODEL, Server
+from own_environment import install
 
 HARNESS = ("inspect-ai==0.3.285", "openai")
 PAIRS = [(3, 4), (2, 2), (5, 1), (6, 7)]
@@ -29,15 +29,9 @@ def additions():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_inspect_gets_the_replies_that_the_openai_client_gets(server: Server, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    installed = subprocess.run(
-        [python, "-m", "pip", "install", "-q", *HARNESS], capture_output=True, text=True, check=False
-    )
-    if installed.returncode:
-        pytest.skip(f"no package registry: {installed.stderr[-300:]}")
+    programs = install(tmp_path / "venv", *HARNESS)
     (tmp_path / "additions.py").write_text(TASK)
-    command = [tmp_path / "venv" / "bin" / "inspect", "eval", "additions.py", "--model", f"openai-api/local/{MODEL}"]
+    command = [programs / "inspect", "eval", "additions.py", "--model", f"openai-api/local/{MODEL}"]
     command += ["--temperature", "0", "--max-tokens", "16", "--display", "plain"]
     command += ["--log-format", "json", "--log-dir", str(tmp_path / "logs")]
     environment = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai_server import MODEL, Server
+from own_environment import install
 
 import mint
 from mint.types import ModelInput
@@ -60,9 +60,7 @@ def logprob(sampler: mint.SamplingClient, tokenizer: Any, context: str, continua
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_lm_eval_scores_and_generates_as_the_sampling_client_does(server: Server, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", *HARNESS], check=True)
+    programs = install(tmp_path / "venv", *HARNESS)
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in questions()))
     (tmp_path / "tasks").mkdir()
@@ -78,7 +76,7 @@ def test_lm_eval_scores_and_generates_as_the_sampling_client_does(server: Server
         "PATH": "/usr/bin:/bin",
     }  # fmt: skip
     harness = subprocess.run(
-        [python, "-m", "lm_eval", *options], env=environment, capture_output=True, text=True, cwd=tmp_path
+        [programs / "python", "-m", "lm_eval", *options], env=environment, capture_output=True, text=True, cwd=tmp_path
     )
     assert harness.returncode == 0, harness.stderr[-3000:]
     samples = {

@@ -21,14 +21,6 @@ COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "One", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
 
-@pytest.fixture(scope="module")
-def http(server: Server) -> Any:
-    with httpx.Client(
-        base_url=server.url, headers={"Authorization": f"Bearer {server.keys['ada']}"}, timeout=60
-    ) as opened:
-        yield opened
-
-
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai_server import MODEL, Server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(
-        base_url=server.url, headers={"Authorization": f"Bearer {server.keys['ada']}"}, timeout=60
-    ) as opened:
-        yield opened
+from openai_server import MODEL
 
 
 def tokens(http: httpx.Client, **fields: Any) -> dict[str, Any]:
