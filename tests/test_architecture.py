@@ -18,7 +18,9 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
-    "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard_server.py"}),
+    "starlette": frozenset(
+        {"server/http", "server/openai", "server/responses_api", "dashboard", "compose/dashboard_server.py"}
+    ),
     "uvicorn": frozenset({"compose/http_connection.py", "compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),
     "prometheus_client": frozenset({"server/ops/metrics.py"}),

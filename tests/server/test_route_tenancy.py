@@ -85,6 +85,8 @@ VALUES: Mapping[str, Any] = {
     "optimizer": False,
     "SampleRequest.prompt": sample_body("", 0)["prompt"],
     "CompletionRequest.prompt": "Hi",
+    "ResponsesRequest.input": "Hi",
+    "max_output_tokens": 2,
     "DetokenizeRequest.tokens": [5, 6],
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": 2,

@@ -6,11 +6,12 @@ Each field is honoured, or is a label or hint that asks for nothing, or is refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mint.errors import InvalidRequestError
+from mint.types import invalid_request
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
@@ -48,3 +49,30 @@ class StrictFields(BaseModel):
             if not any(value == nothing for nothing in harmless):
                 raise InvalidRequestError("is not supported", field=name, value=value, remedy=remedy)
         return honoured
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_json(kind: type[M], body: bytes) -> M:
+    """A request. Not by `wire.decode`, which logs unknown fields: clients of these protocols send many.
+
+    Raises:
+        InvalidRequestError: it is no such request.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_request(error, kind.__name__) from error
+
+
+def read_fields(kind: type[M], fields: Mapping[str, Any]) -> M:
+    """The same from fields that are messages already.
+
+    Raises:
+        InvalidRequestError: as `read_json`.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_request(error, kind.__name__) from error

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 import mint.wire as wire
@@ -18,11 +18,8 @@ from mint.server.http.bodies import unless_client_leaves
 from mint.server.http.route_table import Call
 from mint.server.openai.generation import ChoiceDelta, generate
 from mint.server.openai.generation_requests import GenerationRequest
-from mint.types import invalid_request
 
 END_OF_STREAM = b"data: [DONE]\n\n"
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class ReplyWriter(Protocol):
@@ -43,18 +40,6 @@ class ReplyWriter(Protocol):
     def fail(self, error: MintError) -> Iterator[bytes]:
         """The events that end a stream with an error."""
         ...
-
-
-def read_body(kind: type[M], body: bytes) -> M:
-    """A request. Not by `wire.decode`, which logs unknown fields: clients of these protocols send many.
-
-    Raises:
-        InvalidRequestError: it is no such request.
-    """
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid_request(error, kind.__name__) from error
 
 
 def respond(message: BaseModel) -> Response:

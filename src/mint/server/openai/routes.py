@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from mint.server.http.route_table import Call, Operation, RouteRow
-from mint.server.openai.delivery import deliver, read_body, respond
+from mint.server.openai.delivery import deliver, respond
 from mint.server.openai.errors import refuse
 from mint.server.openai.generation_requests import read_chat, read_completion
 from mint.server.openai.models import find_model, list_models
@@ -25,6 +25,7 @@ from mint.server.openai.schemas import (
 )
 from mint.server.openai.tokens import detokenize, tokenize
 from mint.server.openai.writers import ChatWriter, CompletionWriter
+from mint.server.strict_fields import read_json
 
 PREFIXES = ("/v1", "/oai/api/v1")
 
@@ -41,27 +42,27 @@ def model(call: Call) -> Response:
 
 async def completions(call: Call) -> Response:
     """Continues text or token ids; with `stream`, as server-sent events."""
-    request = await call.run_blocking(read_body, CompletionRequest, call.body)
+    request = await call.run_blocking(read_json, CompletionRequest, call.body)
     generation = await call.run_blocking(read_completion, call.service, call.caller, request)
     return await deliver(call, generation, CompletionWriter(request, generation), stream=request.stream)
 
 
 async def chat_completions(call: Call) -> Response:
     """The next message of a conversation; with `stream`, as server-sent events."""
-    request = await call.run_blocking(read_body, ChatRequest, call.body)
+    request = await call.run_blocking(read_json, ChatRequest, call.body)
     generation = await call.run_blocking(read_chat, call.service, call.caller, request)
     return await deliver(call, generation, ChatWriter(request, generation), stream=request.stream)
 
 
 async def tokens_of_text(call: Call) -> Response:
     """The tokens of a text or a conversation."""
-    request = await call.run_blocking(read_body, TokenizeRequest, call.body)
+    request = await call.run_blocking(read_json, TokenizeRequest, call.body)
     return respond(await call.run_blocking(tokenize, call.service, call.caller, request))
 
 
 async def text_of_tokens(call: Call) -> Response:
     """The text of tokens."""
-    request = await call.run_blocking(read_body, DetokenizeRequest, call.body)
+    request = await call.run_blocking(read_json, DetokenizeRequest, call.body)
     return respond(await call.run_blocking(detokenize, call.service, call.caller, request))
 
 

@@ -122,17 +122,10 @@ class StructuredOutputsOptions(StrictFields):
     grammar: str | None = None
 
 
-class _SamplingRequest(StrictFields):
-    """The fields of both kinds of request. `SamplingParams` says what those mean that it has, too. `top_k`,
-    `stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `return_token_ids`, `return_tokens_as_token_ids`,
-    `allowed_token_ids`, `min_tokens`, `repetition_penalty`, `min_p`, `prompt_logprobs`, `structured_outputs` and the
-    `guided_…` fields are vLLM's."""
+class SamplingOptions(StrictFields):
+    """How to sample, as all requests for replies have it; `SamplingParams` says what the fields mean. OpenAI's are
+    `temperature`, `top_p`, `seed`, `stop`, `logit_bias` and two penalties; the others are vLLM's."""
 
-    refused: ClassVar[Refusals] = _REFUSED
-    labels: ClassVar[frozenset[str]] = _LABELS
-
-    model: str
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -140,11 +133,7 @@ class _SamplingRequest(StrictFields):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     allowed_token_ids: list[int] | None = None
     logit_bias: LogitBiases | None = None
     min_tokens: int = 0
@@ -152,6 +141,31 @@ class _SamplingRequest(StrictFields):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings to stop at; an empty list means none, unlike in mint's own protocol."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """The seed in the engine's range; negative seeds are allowed."""
+        return None if self.seed is None else self.seed % (MAX_SEED + 1)
+
+
+class _SamplingRequest(SamplingOptions):
+    """The fields of completions and chats. `return_token_ids`, `return_tokens_as_token_ids`, `prompt_logprobs`,
+    `structured_outputs` and the `guided_…` fields are vLLM's."""
+
+    refused: ClassVar[Refusals] = _REFUSED
+    labels: ClassVar[frozenset[str]] = _LABELS
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsOptions | None = None
@@ -172,16 +186,6 @@ class _SamplingRequest(StrictFields):
     def wants_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """The strings to stop at; an empty list means none, unlike in mint's own protocol."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
-    @property
-    def sampling_seed(self) -> int | None:
-        """The seed in the engine's range; negative seeds are allowed."""
-        return None if self.seed is None else self.seed % (MAX_SEED + 1)
 
 
 def _one_of_four(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -424,7 +428,7 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-_OPTIONAL: Any = Field(default=None, exclude_if=_is_none)
+OPTIONAL: Any = Field(default=None, exclude_if=_is_none)
 """A field that is left out of the response, instead of being null, unless it was asked for."""
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -467,9 +471,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
-    token_ids: list[int] | None = _OPTIONAL
-    prompt_token_ids: list[int] | None = _OPTIONAL
-    prompt_logprobs: PromptLogprobs | None = _OPTIONAL
+    token_ids: list[int] | None = OPTIONAL
+    prompt_token_ids: list[int] | None = OPTIONAL
+    prompt_logprobs: PromptLogprobs | None = OPTIONAL
 
 
 class Completion(BaseModel):
@@ -481,7 +485,7 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = _OPTIONAL
+    usage: Usage | None = OPTIONAL
 
 
 class TokenLogprob(BaseModel):
@@ -509,7 +513,7 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[ChatToolCall] | None = _OPTIONAL
+    tool_calls: list[ChatToolCall] | None = OPTIONAL
 
 
 class ToolCallDelta(ChatToolCall):
@@ -521,9 +525,9 @@ class ToolCallDelta(ChatToolCall):
 class Delta(BaseModel):
     """What an event adds to a message."""
 
-    role: Literal["assistant"] | None = _OPTIONAL
-    content: str | None = _OPTIONAL
-    tool_calls: list[ToolCallDelta] | None = _OPTIONAL
+    role: Literal["assistant"] | None = OPTIONAL
+    content: str | None = OPTIONAL
+    tool_calls: list[ToolCallDelta] | None = OPTIONAL
 
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
@@ -536,7 +540,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish
-    token_ids: list[int] | None = _OPTIONAL
+    token_ids: list[int] | None = OPTIONAL
 
 
 class ChatCompletion(BaseModel):
@@ -549,8 +553,8 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | None = _OPTIONAL
-    prompt_logprobs: PromptLogprobs | None = _OPTIONAL
+    prompt_token_ids: list[int] | None = OPTIONAL
+    prompt_logprobs: PromptLogprobs | None = OPTIONAL
 
 
 class ChunkChoice(BaseModel):
@@ -560,7 +564,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish | None = None
-    token_ids: list[int] | None = _OPTIONAL
+    token_ids: list[int] | None = OPTIONAL
 
 
 class ChatChunk(BaseModel):
@@ -572,8 +576,8 @@ class ChatChunk(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None = _OPTIONAL
-    prompt_token_ids: list[int] | None = _OPTIONAL
+    usage: Usage | None = OPTIONAL
+    prompt_token_ids: list[int] | None = OPTIONAL
 
 
 class TokenizedText(BaseModel):
@@ -599,7 +603,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     root: str
-    max_model_len: int | None = _OPTIONAL
+    max_model_len: int | None = OPTIONAL
 
 
 class ModelList(BaseModel):

@@ -10,6 +10,7 @@ from typing import Any
 
 from mint.errors import MintError
 from mint.server.openai.delivery import END_OF_STREAM, event
+from mint.server.openai.detokenizer import Vocabulary
 from mint.server.openai.errors import describe_error
 from mint.server.openai.generation import ChoiceDelta, SampledToken, TokenCounter
 from mint.server.openai.generation_requests import GenerationRequest
@@ -182,7 +183,7 @@ class ChatWriter(_Writer):
         choices = []
         whole = self._by_choice(deltas)
         for delta in whole:
-            calls = [ChatToolCall(id=_call_id(), function=call) for call in delta.calls]
+            calls = [ChatToolCall(id=call_id(), function=call) for call in delta.calls]
             message = AssistantMessage(content=delta.text or (None if calls else ""), tool_calls=calls or None)
             choices.append(
                 ChatChoice(
@@ -238,26 +239,30 @@ class ChatWriter(_Writer):
     def _delta(self, choice: int, call: FunctionCall) -> ToolCallDelta:
         number = self._calls.get(choice, 0)
         self._calls[choice] = number + 1
-        return ToolCallDelta(index=number, id=_call_id(), function=call)
+        return ToolCallDelta(index=number, id=call_id(), function=call)
 
     def _logprobs(self, sampled: Sequence[SampledToken]) -> ChatLogprobs | None:
         if self._generation.top is None:
             return None
-        content = [
-            ChatTokenLogprob(
-                **self._token(each.token, each.logprob or 0.0),
-                top_logprobs=[TokenLogprob(**self._token(token, logprob)) for token, logprob in each.top or ()],
-            )
-            for each in sampled
-        ]
-        return ChatLogprobs(content=content)
+        return ChatLogprobs(content=token_logprobs(self._generation.vocabulary, sampled, as_ids=self._as_ids))
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._name(token),
-            "logprob": logprob,
-            "bytes": list(self._generation.vocabulary.piece(token)),
-        }
+
+def token_logprobs(
+    vocabulary: Vocabulary, sampled: Sequence[SampledToken], *, as_ids: bool = False
+) -> list[ChatTokenLogprob]:
+    """Sampled tokens with their alternatives; `as_ids` names them by their ids instead of their texts."""
+
+    def describe(token: int, logprob: float) -> dict[str, Any]:
+        name = vocabulary.name(token, as_id=as_ids)
+        return {"token": name, "logprob": logprob, "bytes": list(vocabulary.piece(token))}
+
+    return [
+        ChatTokenLogprob(
+            **describe(each.token, each.logprob or 0.0),
+            top_logprobs=[TokenLogprob(**describe(token, logprob)) for token, logprob in each.top or ()],
+        )
+        for each in sampled
+    ]
 
 
 def _chat_finish(delta: ChoiceDelta, has_calls: bool) -> ChatFinish | None:
@@ -265,5 +270,6 @@ def _chat_finish(delta: ChoiceDelta, has_calls: bool) -> ChatFinish | None:
     return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
 
 
-def _call_id() -> str:
+def call_id() -> str:
+    """A new id of a tool call."""
     return f"call_{uuid.uuid4().hex[:24]}"
