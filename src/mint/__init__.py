@@ -25,10 +25,10 @@ __version__ = VERSION
 
 _MODULES = ("errors", "types")
 _TINKER_NAMES = {
-    "BackcompatSamplingClientFuture": "SamplingClient",
-    "BackcompatTrainingClientFuture": "TrainingClient",
+    "BackcompatSamplingClientFuture": ("mint.client.sampling_client", "SamplingClientFuture"),
+    "BackcompatTrainingClientFuture": ("mint.client.training_client", "TrainingClientFuture"),
 }
-"""Tinker's names for a client that is also the future of its making; here every client is one."""
+"""Tinker's names for a client that is also the future of its making."""
 
 
 def __getattr__(name: str) -> Any:
@@ -36,10 +36,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"mint.{name}")
     if name == "__all__":
         return __dir__()
+    if name in _TINKER_NAMES:
+        module, own_name = _TINKER_NAMES[name]
+        return getattr(import_module(module), own_name)
     # Private names are asked for by the import system and by tools; they must not load the SDK.
-    found = (
-        None if name.startswith("_") else vars(import_module("mint.public_names")).get(_TINKER_NAMES.get(name, name))
-    )
+    found = None if name.startswith("_") else vars(import_module("mint.public_names")).get(name)
     if found is None:
         raise AttributeError(f"module 'mint' has no attribute {name!r}")
     return found

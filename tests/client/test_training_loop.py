@@ -132,11 +132,44 @@ def test_every_twin_gives_what_its_sync_form_gives(make_client: Any) -> None:
         result.append((await training.get_info_async()).effective)
         assert (await client.get_server_capabilities_async()) == client.get_server_capabilities()
         assert (await client.create_training_client_from_state_async(path)).model_id.endswith(":train:1")
-        assert (await client.create_training_client_from_state_with_optimizer_async(path)).done()
-        assert (await client.create_sampling_client_async(base_model="mint/tiny")).done()
+        assert (await client.create_training_client_from_state_with_optimizer_async(path)).model_id.endswith(":train:2")
+        assert (await client.create_sampling_client_async(base_model="mint/tiny")).get_base_model() == "mint/tiny"
         return result
 
     assert steps(trainer(make_client("sync"))) == asyncio.run(async_steps(make_client("async")))
+
+
+def test_what_a_future_of_a_client_gives_is_no_future(client: mint.ServiceClient) -> None:
+    """Scripts for several SDKs resolve futures of futures until they have a value."""
+
+    async def value(given: Any) -> Any:
+        for _ in range(3):
+            if not hasattr(given, "result") and not hasattr(given, "__await__"):
+                return given
+            given = await (given.result_async() if hasattr(given, "result_async") else given)
+        raise AssertionError(f"still a future: {given!r}")
+
+    async def made() -> list[Any]:
+        training = await value(client.create_lora_training_client_async("mint/tiny", rank=8))
+        return [
+            training,
+            await value(training.save_weights_and_get_sampling_client_async()),
+            await value(client.create_sampling_client_async(base_model="mint/tiny")),
+            await value(training.save_weights_and_get_sampling_client()),
+        ]
+
+    training, *samplers = asyncio.run(made())
+    assert type(training) is mint.TrainingClient
+    assert all(type(sampler) is mint.SamplingClient for sampler in samplers)
+
+
+def test_a_client_and_its_future_number_their_requests_together(client: mint.ServiceClient) -> None:
+    future = client.create_lora_training_client("mint/tiny", rank=8)
+    training = future.result()
+    for caller in (future, training, future.result()):
+        caller.forward_backward(DATA, "cross_entropy").result()
+    assert [caller.optim_step(ADAM).result().metrics["step"] for caller in (training, future)] == [1.0, 2.0]
+    assert isinstance(future, mint.TrainingClient) and future.done()
 
 
 def test_compute_logprobs_agrees_with_forward(client: mint.ServiceClient) -> None:
@@ -257,7 +290,7 @@ def test_in_async_code_making_a_client_does_not_block_and_awaiting_raises(client
         with pytest.raises(UnknownBaseModelError):
             await passed
         right = client.create_lora_training_client("mint/tiny")
-        assert await right is right
+        assert (await right).model_id == right.model_id
 
     asyncio.run(make())
 

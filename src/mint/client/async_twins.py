@@ -51,7 +51,8 @@ def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Twin[P, T]:
             raise
 
     returned = method.__annotations__["return"]  # a text, because of the import of annotations
-    inner = returned.removeprefix("APIFuture[").removesuffix("]") if returned.startswith("APIFuture[") else returned
+    kind = getattr(method, "__globals__", {}).get(returned)
+    inner = getattr(kind, "client_class", None) or returned.removeprefix("APIFuture[").removesuffix("]")
     return _named(twin, method, inner, "awaiting it gives the result itself")
 
 
@@ -64,7 +65,7 @@ def submitted(method: Callable[Concatenate[C, P], T]) -> Twin[P, T]:
     return _named(twin, method, method.__annotations__["return"], "awaiting it gives the future")
 
 
-def _named(twin: Any, method: Any, returned: str, gives: str) -> Any:
+def _named(twin: Any, method: Any, returned: str | type, gives: str) -> Any:
     update_wrapper(twin, method)
     twin.__annotations__ = {**method.__annotations__, "return": returned}
     twin.__signature__ = inspect.signature(method).replace(return_annotation=returned)

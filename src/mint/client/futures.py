@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Generator
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from mint.errors import ResultTimeoutError
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
 class APIFuture(Generic[T]):
@@ -49,26 +50,35 @@ class APIFuture(Generic[T]):
         return self._future.done()
 
 
-class ClientFuture:
-    """A client that may be used before the server has made it; `.result()` and `await` wait for that, and return it.
+class ClientFuture(Generic[C]):
+    """A future of a client, and that client: it may be used before the server has made it.
 
-    If the server refuses, `.result()`, `await` and all other methods raise its error.
+    If the server refuses, `.result()`, `await` and all other methods raise its error. What `.result()` and `await` give
+    is no future: code that resolves futures until it has a value comes to an end.
     """
+
+    client_class: ClassVar[type[Any]]
+    """The class of what `.result()` gives."""
 
     _made: concurrent.futures.Future[Any]
 
-    def result(self, timeout: float | None = None) -> Self:
-        """This client, once the server has made it."""
+    def result(self, timeout: float | None = None) -> C:
+        """The client, once the server has made it."""
         wait(self._made, timeout)
-        return self
+        return self._client()
 
-    async def result_async(self, timeout: float | None = None) -> Self:
+    async def result_async(self, timeout: float | None = None) -> C:
         """Same as `result`, without blocking the event loop."""
         await wait_async(self._made, timeout)
-        return self
+        return self._client()
 
-    def __await__(self) -> Generator[Any, None, Self]:
+    def __await__(self) -> Generator[Any, None, C]:
         return self.result_async().__await__()
+
+    def _client(self) -> C:
+        client = object.__new__(self.client_class)
+        client.__dict__ = self.__dict__  # one state: both number their requests from the same count
+        return cast("C", client)
 
     def done(self) -> bool:
         """Whether the server has made it, or has refused."""

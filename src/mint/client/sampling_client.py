@@ -26,7 +26,7 @@ CLONES = 1_000_000_000
 """A client in another process numbers its requests from a random multiple of this, so that numbers do not collide."""
 
 
-class SamplingClient(ClientFuture):
+class SamplingClient:
     """A sampler. Its weights never change: later training steps need a new sampler.
 
     May be pickled for another process (the pickle holds the API key; `get_sampler_handle` gives a text without it). The
@@ -175,7 +175,7 @@ class SamplingClient(ClientFuture):
                 value=self.sampling_session_id,
                 remedy="Start a server with `mint serve`, and set MINT_BASE_URL",
             )
-        self.result()
+        wait(self._made, None)
         return {
             "base_url": self._session.endpoint.base_url,
             "session_id": self._session.open(),
@@ -206,6 +206,12 @@ class SamplingClient(ClientFuture):
     def _known_info(self, info: SamplerInfo) -> SamplerInfo:
         self._info = info
         return info
+
+
+class SamplingClientFuture(ClientFuture[SamplingClient], SamplingClient):
+    """A sampler that the server may still be making."""
+
+    client_class = SamplingClient
 
 
 _joined: dict[tuple[str, str, str], Session] = {}

@@ -15,9 +15,9 @@ from mint.client.async_twins import awaited
 from mint.client.connection.endpoint import Endpoint
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
-from mint.client.sampling_client import SamplingClient
+from mint.client.sampling_client import SamplingClientFuture
 from mint.client.session import EmbeddedServer, Outcome, Session
-from mint.client.training_client import TrainingClient, create_sampler
+from mint.client.training_client import TrainingClientFuture, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.types import (
@@ -30,7 +30,7 @@ from mint.types import (
 from mint.version import VERSION
 from mint.wire.requests import CreateModelRequest, CreateSessionRequest, LoadWeightsRequest
 
-C = TypeVar("C", bound=ClientFuture)
+F = TypeVar("F", bound=ClientFuture[Any])
 Q = TypeVar("Q", bound=BaseModel)
 
 
@@ -128,7 +128,7 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
         optimizer: Any = None,
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         """A new model: a lora over `base_model`. With a `seed`, the same calls give the same bits.
 
         `optimizer` None is AdamW, the only one; any other is refused.
@@ -145,7 +145,7 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
         optimizer: Any = None,
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         """A new model with the weights of a checkpoint and a fresh optimizer.
 
         `base_model`, where it is given, must be the one that the checkpoint was saved from.
@@ -162,7 +162,7 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         """A new model with the weights and the optimizer of a checkpoint."""
         return _made(self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True))
 
@@ -176,7 +176,7 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: Any = None,
         record_stability_info: bool = False,
-    ) -> SamplingClient:
+    ) -> SamplingClientFuture:
         """A sampler of a checkpoint (`model_path`), or of a base model as it is.
 
         `retry_config` is accepted and has no effect: this SDK has its own rules.
@@ -185,7 +185,7 @@ class ServiceClient:
 
     create_sampling_client_async = awaited(create_sampling_client)
 
-    def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClient:
+    def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClientFuture:
         """A sampler of your own checkpoint, by its path, its `ckpt_…` id, or the name that it was saved under.
 
         With a name, it is the newest of that name; weights for samplers come before training states.
@@ -223,7 +223,7 @@ class ServiceClient:
 
     def _new_model(
         self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None, optimizer: Any
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         fields = {
             "base_model": base_model,
             "lora_config": lora,
@@ -241,7 +241,7 @@ class ServiceClient:
         optimizer: Any,
         *,
         with_moments: bool,
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         fields = {
             "path": path,
             "optimizer": with_moments,
@@ -254,12 +254,12 @@ class ServiceClient:
 
     def _model(
         self, route: str, kind: type[BaseModel], answer: type[BaseModel], fields: dict[str, Any]
-    ) -> TrainingClient:
+    ) -> TrainingClientFuture:
         session_id = self._session.open()
         number = next(self._session.model_numbers)
         request = _checked(kind, session_id=session_id, model_seq_id=number, **fields)
         made = self._session.run(self._session.server.submit(route, self._session.server.encode(request), answer))
-        return TrainingClient(self._session, f"{session_id}:train:{number}", made)
+        return TrainingClientFuture(self._session, f"{session_id}:train:{number}", made)
 
 
 def _checked(message: type[Q], /, **fields: Any) -> Q:
@@ -280,13 +280,13 @@ def _optimizer(optimizer: Any) -> dict[str, Any] | None:
     raise InvalidRequestError("is not an optimizer", field="optimizer", value=optimizer, remedy="Leave it out: AdamW")
 
 
-def _made(client: C) -> C:
-    """The client, waited for unless that would block an event loop."""
+def _made(future: F) -> F:
+    """The future, waited for unless that would block an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return client.result()
-    return client
+        future.result()
+    return future
 
 
 def _open_embedded(data_dir: Path | None) -> EmbeddedServer:

@@ -20,7 +20,7 @@ from mint.client.connection.server_connection import EncodedRequest
 from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
-from mint.client.sampling_client import SamplingClient
+from mint.client.sampling_client import SamplingClientFuture
 from mint.client.session import Session
 from mint.client.tokenizers import tokenizer_of
 from mint.errors import InvalidRequestError
@@ -55,7 +55,7 @@ Q = TypeVar("Q", bound=BaseModel)
 LossConfig = Mapping[str, float | str]
 
 
-class TrainingClient(ClientFuture):
+class TrainingClient:
     """A model in training. It may be used before the server has created it."""
 
     def __init__(self, session: Session, model_id: str, made: concurrent.futures.Future[Any]) -> None:
@@ -197,7 +197,7 @@ class TrainingClient(ClientFuture):
         retry_config: Any = None,
         record_stability_info: bool = False,
         kind: str = "snapshot",
-    ) -> SamplingClient:
+    ) -> SamplingClientFuture:
         """A sampler of the weights after all calls so far. They are kept in memory for this session.
 
         `name` and `retry_config` are accepted for scripts of other SDKs. The weights get no name
@@ -207,13 +207,13 @@ class TrainingClient(ClientFuture):
         request = self._numbered(SaveWeightsForSamplerRequest, sampling_session_seq_id=sampler, kind=kind)
         made = self._send("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
         name = f"{self._session.open()}:sample:{sampler}"
-        return SamplingClient(self._session, name, made.future(), record_stability_info=record_stability_info)
+        return SamplingClientFuture(self._session, name, made.future(), record_stability_info=record_stability_info)
 
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
-    ) -> SamplingClient:
+    ) -> SamplingClientFuture:
         """A sampler of a saved checkpoint."""
         return create_sampler(self._session, model_path, None, record_stability_info)
 
@@ -236,12 +236,12 @@ class TrainingClient(ClientFuture):
 
     def get_checkpoint_metadata(self) -> list[Checkpoint]:
         """All checkpoints of this model, newest first."""
-        self.result()
+        wait(self._made, None)
         return RestClient(session=self._session).list_checkpoints(self.model_id).result().checkpoints
 
     def publish_checkpoint(self, path: str) -> None:
         """Makes a checkpoint readable by everyone on its server."""
-        self.result()
+        wait(self._made, None)
         RestClient(session=self._session).publish_checkpoint_from_tinker_path(path).result()
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -354,9 +354,15 @@ class TrainingClient(ClientFuture):
         return await self._session.server.post("get_info", ModelRequest(model_id=self.model_id), GetInfoResponse)
 
 
+class TrainingClientFuture(ClientFuture[TrainingClient], TrainingClient):
+    """A model in training that the server may still be making."""
+
+    client_class = TrainingClient
+
+
 def create_sampler(
     session: Session, model_path: str | None, base_model: str | None, record_stability_info: bool = False
-) -> SamplingClient:
+) -> SamplingClientFuture:
     """A sampler of a checkpoint or of a base model; the server may still be making it."""
     session_id = session.open()
     number = next(session.sampler_numbers)
@@ -365,4 +371,4 @@ def create_sampler(
     )
     made = session.run(session.server.post("create_sampling_session", request, CreateSamplingSessionResponse))
     name = f"{session_id}:sample:{number}"
-    return SamplingClient(session, name, made, record_stability_info=record_stability_info)
+    return SamplingClientFuture(session, name, made, record_stability_info=record_stability_info)
