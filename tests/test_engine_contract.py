@@ -67,6 +67,16 @@ def test_a_new_model_reports_what_took_effect(engine: Engine) -> None:
     assert engine.has_model("new") and not engine.has_model("other")
 
 
+def test_a_trained_state_has_the_size_that_is_said(engine: Engine) -> None:
+    shapes = {"m": LORA, "other": dataclasses.replace(LORA, rank=3, train_mlp=False)}
+    engine.create_model("other", "base", shapes["other"])
+    _step(engine, "other", 0)
+    for name, lora in shapes.items():
+        state = engine.read_state(name)
+        parts = (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
+        assert engine.state_bytes("base", lora) == sum(array.nbytes for part in parts for array in part.values())
+
+
 def test_the_name_of_a_model_does_not_enter_its_state(engine: Engine) -> None:
     engine.create_model("one", "base", LORA)
     engine.create_model("two", "base", LORA)

@@ -29,6 +29,7 @@
 | `MINT_SERVE_MAX_SESSIONS`, `MINT_SERVE_MAX_MODELS` | how many may live at once, of all owners | `4096`, `1024` |
 | `MINT_SERVE_OWNER_SESSIONS`, `MINT_SERVE_OWNER_MODELS` | of an owner whose key says nothing else | `256`, `256` |
 | `MINT_SERVE_OWNER_CHECKPOINTS_MIB` | the space for the checkpoints of such an owner | a quarter of what is free |
+| `MINT_SERVE_OWNER_SNAPSHOTS_MIB` | the space for the snapshots of such an owner's models | a quarter of what is free |
 | `MINT_SERVE_OWNER_JOURNAL_MIB` | the space in the journal for such an owner | a quarter of what is free at the start |
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
@@ -187,6 +188,7 @@ class ServeSettings(BaseSettings):
     owner_models: int = Field(256, ge=1, le=1_000_000)
     owner_checkpoints_mib: int | None = Field(None, ge=0, le=1 << 40)
     owner_journal_mib: int | None = Field(None, ge=1, le=1 << 40)
+    owner_snapshots_mib: int | None = Field(None, ge=0, le=1 << 40)
     max_body_mb: int = Field(64, ge=1, le=1024)
     body_timeout_s: float = Field(30.0, ge=1, le=3600)
     stop_within_s: float = Field(20.0, ge=1, le=3600)

@@ -11,12 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from mint.cli.main import app
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import LoraSpec
 from mint.errors import ConflictError, InvalidRequestError, NotFoundError
 from mint.server.callers import Quotas
+from mint.server.limits import MAX_SNAPSHOTS
 from mint.server.store.database import Database
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import FRESH_S, ApiKeys
-from tests.server.server_harness import API, Person, make_key, running
+from tests.server.server_harness import API, BASE, Person, make_key, running
 
 
 @pytest.fixture
@@ -170,6 +173,31 @@ def test_the_command_line_shows_and_changes_quotas_beside_a_running_server(tmp_p
         assert shown["quotas"]["max_sessions"] is None and shown["quotas"]["max_models"] == 4
 
 
+def test_the_command_line_shows_and_changes_what_the_snapshots_of_an_owner_may_take(tmp_path: Path) -> None:
+    made = json.loads(mint("keys", "create", "--owner", "ann", "--data-dir", str(tmp_path), "--json"))
+    place = (made["key_id"], "--data-dir", str(tmp_path))
+    with running(tmp_path) as server:
+        ann = Person(server, made["key"])
+        session_id = ann.session()
+        ann.model(session_id)
+        used = json.loads(mint("keys", "show", *place, "--json"))["used"]["max_snapshot_bytes"]
+        lora = LoraSpec(4, 1, train_attn=True, train_mlp=True, train_unembed=True)
+        assert used == MAX_SNAPSHOTS * FakeEngine().state_bytes(BASE, lora)
+        mint("keys", "update", *place, "--max-snapshot-bytes", str(used))
+        time.sleep(FRESH_S)
+        body = {"session_id": session_id, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
+        promise = ann.post("create_model", body)
+        failed = ann.send("POST", f"{API}/retrieve_future", {"request_id": promise["request_id"]})
+        assert "max_snapshot_bytes" in failed.text and "mint keys update" in failed.text
+        mint("keys", "update", *place, "--reset")
+        time.sleep(FRESH_S)
+        assert ann.done("create_model", {**body, "model_seq_id": 2})["model_id"]
+    second = mint(
+        "keys", "create", "--owner", "bob", "--max-snapshot-bytes", "7", "--data-dir", str(tmp_path), "--json"
+    )
+    assert json.loads(second)["quotas"]["max_snapshot_bytes"] == 7
+
+
 def refused(*arguments: str) -> dict[str, str]:
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 1, result.output
@@ -187,6 +215,7 @@ def refused(*arguments: str) -> dict[str, str]:
         ("--max-waiting-requests", "4097"),
         ("--max-checkpoint-bytes", "-1"),
         ("--max-checkpoint-bytes", str(10**19)),
+        ("--max-snapshot-bytes", "-1"),
     ],
 )
 def test_a_quota_that_cannot_be_meant_is_refused_with_what_would_be_right(
@@ -222,15 +251,17 @@ def test_the_number_of_a_default_is_shown_as_one(tmp_path: Path, monkeypatch: py
     place = ("--data-dir", str(tmp_path))
     made = json.loads(mint("keys", "create", "--owner", "ann", "--max-models", "3", *place, "--json"))
     monkeypatch.setenv("MINT_SERVE_OWNER_SESSIONS", "1234")
-    (tmp_path / "mint.toml").write_text("owner_checkpoints_mib = 2\n")
+    (tmp_path / "mint.toml").write_text("owner_checkpoints_mib = 2\nowner_snapshots_mib = 3\n")
     config = ("--config", str(tmp_path / "mint.toml"))
     shown = {line.split()[0]: line for line in mint("keys", "show", made["key_id"], *place, *config).splitlines()[2:]}
     assert "1,234 (default)" in shown["max_sessions"]
     assert "4,096 (default)" in shown["max_waiting_requests"]
     assert "2,097,152 (default)" in shown["max_checkpoint_bytes"]
+    assert "3,145,728 (default)" in shown["max_snapshot_bytes"]
     assert "default" not in shown["max_models"]
     defaults = json.loads(mint("keys", "show", made["key_id"], *place, "--json"))["defaults"]
     assert defaults["max_sessions"] == 1234 and defaults["max_checkpoint_bytes"] > 0
+    assert defaults["max_snapshot_bytes"] > 0
     with running(tmp_path) as server:  # what is shown is what holds
         caller = server.keys.verify(made["key"])
         assert caller is not None and caller.quotas.max_sessions == 1234

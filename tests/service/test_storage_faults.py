@@ -33,6 +33,7 @@ from mint.chaos.power_loss import path_of
 from mint.errors import JournalError
 from mint.server import storage_state
 from mint.server.callers import LOCAL
+from mint.server.limits import MAX_SNAPSHOTS
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import recovery, samplers, snapshot_policy, snapshots
@@ -267,7 +268,7 @@ def test_a_model_is_not_given_up_because_the_disk_fails_while_it_comes_back(
     service.stop()
 
 
-OUT_OF_DESCRIPTORS_CALLS = snapshots.MAX_SNAPSHOTS + 1
+OUT_OF_DESCRIPTORS_CALLS = MAX_SNAPSHOTS + 1
 
 
 def test_a_model_is_not_given_up_because_descriptors_run_out_while_it_comes_back(

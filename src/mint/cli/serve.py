@@ -102,6 +102,7 @@ def create(
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
     max_journal_bytes: Annotated[int | None, Quota] = None,
+    max_snapshot_bytes: Annotated[int | None, Quota] = None,
     key_stdin: Annotated[bool, typer.Option("--key-stdin", help="register the key on standard input")] = False,
     key_file: Annotated[Path | None, typer.Option(help="register the key in this file")] = None,
     as_json: Json = False,
@@ -109,7 +110,9 @@ def create(
     """Makes a key and prints it. Only its hash is stored, so it cannot be shown again."""
     from mint.server.callers import Quotas  # deferred: loads the database
 
-    quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes)
+    quotas = Quotas(
+        max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes, max_snapshot_bytes
+    )
     with _opened_keys(data_dir, as_json, make=True) as keys:
         own = _own_key(from_stdin=key_stdin, file=key_file)
         key, row = keys.create(owner, quotas, key=own, logprobs_mode=_logprobs_mode(logprobs_mode))
@@ -174,11 +177,13 @@ def _defaults(keys: ApiKeys, data_dir: Path | None, config: Path | None) -> tupl
     """The quotas and the `logprobs_mode` that hold where a key has none of its own."""
     from mint.compose.owner_quotas import default_quotas  # deferred: loads the database
     from mint.config import read_serve_settings
+    from mint.server.disk_space import folder_bytes
     from mint.server.limits import MAX_WAITING_REQUESTS
 
     settings = read_serve_settings({} if data_dir is None else {"data_dir": data_dir}, config)
     free_bytes = shutil.disk_usage(settings.folder).free
-    quotas = default_quotas(settings, free_bytes=free_bytes, stored_bytes=keys.stored_bytes())
+    stored_bytes = keys.stored_bytes() + folder_bytes(settings.folder / "snapshots")
+    quotas = default_quotas(settings, free_bytes=free_bytes, stored_bytes=stored_bytes)
     return replace(quotas, max_waiting_requests=MAX_WAITING_REQUESTS), settings.logprobs_mode
 
 
@@ -192,13 +197,16 @@ def update(
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
     max_journal_bytes: Annotated[int | None, Quota] = None,
+    max_snapshot_bytes: Annotated[int | None, Quota] = None,
     reset: Annotated[bool, typer.Option("--reset", help="first take all back to the server's defaults")] = False,
     as_json: Json = False,
 ) -> None:
     """Changes settings of a key, also on a server that runs, within a second. What is not given stays as it is."""
     from mint.server.callers import Quotas  # deferred: loads the database
 
-    given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes)
+    given = Quotas(
+        max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes, max_snapshot_bytes
+    )
     with _opened_keys(data_dir, as_json) as keys:
         mode = _logprobs_mode(logprobs_mode)
         if given == Quotas() and mode is None and not reset:

@@ -32,6 +32,7 @@ from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
 from mint.server.all_routes import ROUTES
+from mint.server.disk_space import folder_bytes
 from mint.server.http.app import create_app
 from mint.server.http.auth import recall_by_key
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
@@ -138,7 +139,7 @@ class Server:
             defaults = default_quotas(
                 settings,
                 free_bytes=self.service.disk.free_bytes,
-                stored_bytes=self.service.checkpoints.used_bytes(),
+                stored_bytes=self.service.checkpoints.used_bytes() + folder_bytes(folder / "snapshots"),
             )
             self.keys = self.service.api_keys(defaults=defaults)
             self.service.start(self.keys.quotas_of if access.asks_keys else None)

@@ -100,6 +100,10 @@ class FakeEngine:
         """`MODEL_BYTES` for each rank."""
         return MODEL_BYTES * lora.rank
 
+    def state_bytes(self, base: str, lora: LoraSpec) -> int:
+        """The chain and its moments, and the padding."""
+        return 3 * _as_array(b"\0" * 32).nbytes + self._padding.nbytes
+
     def free_bytes(self) -> int | None:
         """What the models leave of `memory_bytes`."""
         if self._memory_bytes is None:

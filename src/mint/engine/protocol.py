@@ -344,6 +344,10 @@ class Engine(Protocol):
         """The memory of a model of this shape, with gradient, optimizer and a published copy; its base is loaded."""
         ...
 
+    def state_bytes(self, base: str, lora: LoraSpec) -> int:
+        """The size of what `read_state` gives of a model of this shape that was trained; its base is loaded."""
+        ...
+
     def free_bytes(self) -> int | None:
         """The memory that is free where this engine keeps models; None if unknown."""
         ...

@@ -152,6 +152,10 @@ class TorchEngine:
         kept = found.kept_bytes(lora, with_gradient=True) + found.kept_bytes(lora, with_gradient=False)
         return 5 * 4 * parameter_count(found.sites(lora), lora.rank) + kept
 
+    def state_bytes(self, base: str, lora: LoraSpec) -> int:
+        """Weights and two moments in float32."""
+        return 3 * 4 * parameter_count(self._base(base).sites(lora), lora.rank)
+
     def free_bytes(self) -> int | None:
         """The memory that is free on the device; None if unknown."""
         device = self._device.torch

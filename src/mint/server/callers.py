@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from mint.errors import InvalidRequestError, QuotaExceededError
-from mint.server.limits import MAX_WAITING_REQUESTS
+from mint.server.limits import MAX_SNAPSHOTS, MAX_WAITING_REQUESTS
 from mint.types.sampling import LogprobsMode
 
 MAX_COUNT = 1_000_000
@@ -17,6 +17,7 @@ _SENSIBLE = {
     "max_waiting_requests": (1, MAX_WAITING_REQUESTS),
     "max_checkpoint_bytes": (0, MAX_STORED_BYTES),
     "max_journal_bytes": (1 << 20, MAX_STORED_BYTES),
+    "max_snapshot_bytes": (0, MAX_STORED_BYTES),
 }
 """The least and the greatest value of each quota. An owner without models can sample, and one without checkpoints can
 train; without a session, a request or room in the journal an owner can do nothing."""
@@ -34,6 +35,7 @@ class Quotas:
     max_waiting_requests: int | None = None
     max_checkpoint_bytes: int | None = None
     max_journal_bytes: int | None = None
+    max_snapshot_bytes: int | None = None
 
     def with_defaults(self, defaults: Quotas) -> Quotas:
         """These quotas, and those of `defaults` where there is none."""
@@ -81,6 +83,22 @@ class Quotas:
                 field="max_models",
                 value=used + 1,
                 remedy="Unload one or close its ServiceClient, or ask the operator for more (mint keys update)",
+            )
+
+    def require_snapshots(self, used_bytes: int, needed_bytes: int) -> None:
+        """Checks that a new model may have snapshots of so many bytes, while those of other models have `used_bytes`.
+
+        Raises:
+            QuotaExceededError: together that is more than the quota.
+        """
+        if self.max_snapshot_bytes is not None and used_bytes + needed_bytes > self.max_snapshot_bytes:
+            raise QuotaExceededError(
+                f"bytes of the disk are for the snapshots of your models, and {used_bytes} are taken by models that "
+                f"you have; {MAX_SNAPSHOTS} snapshots of this one need {needed_bytes} more",
+                field="max_snapshot_bytes",
+                value=self.max_snapshot_bytes,
+                remedy="Unload a model or close its ServiceClient, choose a lower rank, or ask the operator for more "
+                "(mint keys update)",
             )
 
     def save_error(self, used_bytes: int, size_bytes: int = 1) -> InvalidRequestError | None:

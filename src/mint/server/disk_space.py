@@ -143,9 +143,9 @@ def _in_mib(size_bytes: int) -> str:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of the files in a folder together."""
+    """The size of the files in a folder together; 0 if there is no such folder."""
     total = 0
-    for path in folder.iterdir():
+    for path in folder.glob("*"):
         with suppress(FileNotFoundError):  # removed just now
             total += path.stat().st_size
     return total

@@ -27,6 +27,12 @@ CHECKPOINT_SHARE = 0.25
 JOURNAL_SHARE = 0.25
 """The share of a disk's free space that the journal may take for one owner, by default."""
 
+SNAPSHOT_SHARE = 0.25
+"""The share of a disk's free space that the snapshots of one owner's models may take, by default."""
+
+MAX_SNAPSHOTS = 3
+"""Snapshots of a model that are kept: the older ones are for the case that the newest cannot be read."""
+
 ROW_BYTES = 512
 """What a row of the journal counts beside its payload, result and metadata: about what it takes in the file."""
 
@@ -89,6 +95,11 @@ def default_published_bytes(free_disk_bytes: int) -> int:
 def default_checkpoint_bytes(free_disk_bytes: int) -> int:
     """The space for the checkpoints of one owner of a server with keys."""
     return int(CHECKPOINT_SHARE * free_disk_bytes)
+
+
+def default_snapshot_bytes(free_disk_bytes: int) -> int:
+    """The space for the snapshots of one owner's models, on a server with keys."""
+    return int(SNAPSHOT_SHARE * free_disk_bytes)
 
 
 def default_journal_bytes(free_disk_bytes: int) -> int:

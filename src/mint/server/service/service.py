@@ -184,6 +184,7 @@ class Service:
             decode=self._reader.decode,
             model_memory_bytes=self.limits.model_memory_bytes,
             require_save=self.training.require_save,
+            require_snapshots=self.training.require_snapshots,
             require_space=partial(self.disk.require_free_space, fresh=True),
             journal_room=journal_use.room,
         )

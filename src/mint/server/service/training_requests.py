@@ -33,7 +33,7 @@ from mint.server.queue.queue import RequestQueue
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.storage_reservations import StorageReservations
-from mint.server.store.journal import Journal
+from mint.server.store.journal import Journal, snapshot_bytes
 from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
 from mint.server.worker.base_models import BaseModels
 from mint.types import GetInfoResponse, ModelData, UntypedPromise
@@ -76,9 +76,9 @@ class TrainingRequests:
         self._reservations = reservations
         self._limits = limits
         self._accepting = accepting
-        self._quotas: dict[str, Quotas] = {}  # of owners that save
+        self._quotas: dict[str, Quotas] = {}  # of owners that save or make models
         self.quotas_of: Callable[[str], Quotas] = lambda owner: Quotas()
-        """The quotas of an owner who has not saved since this process began."""
+        """The quotas of an owner who has neither saved nor made a model since this process began."""
 
     def submit(
         self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
@@ -123,8 +123,9 @@ class TrainingRequests:
             self._require_space_for_pass(row)
         next_seq = self._require_capacity(caller, row)
         refusal: MintError | None = None  # the request takes its place, and its future fails with this
-        if row.kind in SAVES:
+        if row.kind in SAVES or row.seq_id == 0:
             self._quotas[caller.owner] = caller.quotas
+        if row.kind in SAVES:
             refusal = self._storage_error(caller, request)
         if row.seq_id > 0:
             no_room = self._no_room_in_journal(caller, row)
@@ -241,11 +242,23 @@ class TrainingRequests:
             InvalidRequestError: the owner's quota is used up.
         """
         self._disk.require_free_space(fresh=True)
-        # Of a save that an earlier process has accepted, it is not known with which key it came.
-        quotas = self._quotas.get(owner) or self.quotas_of(owner)
-        error = quotas.save_error(self._reservations.used_bytes(owner), size_bytes)
+        error = self._quotas_of(owner).save_error(self._reservations.used_bytes(owner), size_bytes)
         if error is not None:
             raise error
+
+    def require_snapshots(self, owner: str, needed_bytes: int) -> None:
+        """Checks on the worker's thread, before a model is made, that its snapshots fit into its owner's quota.
+
+        Raises:
+            QuotaExceededError: they do not fit.
+        """
+        quotas = self._quotas_of(owner)
+        if quotas.max_snapshot_bytes is not None:
+            quotas.require_snapshots(snapshot_bytes(self._journal.database, owner), needed_bytes)
+
+    def _quotas_of(self, owner: str) -> Quotas:
+        """Of a request that an earlier process has accepted, it is not known with which key it came."""
+        return self._quotas.get(owner) or self.quotas_of(owner)
 
     def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
         """What a model is, and every setting that took effect."""

@@ -13,10 +13,11 @@ from typing import Any
 
 from mint.errors import DamagedDataError
 from mint.server.callers import LOCAL_OWNER
-from mint.server.limits import ROW_BYTES
+from mint.server.limits import MAX_SNAPSHOTS, ROW_BYTES
 from mint.server.store.database import Database, OpenFor, Transaction, insert
 from mint.server.store.rows import (
     BASE_NUMBERS,
+    STATE_BYTES,
     CheckpointRow,
     JobRow,
     ModelRow,
@@ -160,6 +161,12 @@ _RECORD_BYTES = f"""
          + (SELECT {ROW_BYTES} * count(*) FROM samplers WHERE session_id IN ({_OF_OWNER}))
 """
 
+# What older versions of mint have created has no size here until it is restored.
+_SNAPSHOT_BYTES = f"""
+    SELECT coalesce(sum({MAX_SNAPSHOTS} * json_extract(effective, '$.{STATE_BYTES}')), 0)
+    FROM models WHERE session_id IN ({_OF_OWNER}) AND json_valid(effective)
+"""
+
 
 def request_bytes(database: Database, owner: str) -> int:
     """What the requests of an owner take in the journal, with their results."""
@@ -169,6 +176,11 @@ def request_bytes(database: Database, owner: str) -> int:
 def record_bytes(database: Database, owner: str) -> int:
     """What the other rows of an owner take, with their metadata: of sessions, runs, checkpoints and samplers."""
     return database.value(_RECORD_BYTES, owner=owner)
+
+
+def snapshot_bytes(database: Database, owner: str) -> int:
+    """What the snapshots of an owner's models may take, also those that are not written yet."""
+    return database.value(_SNAPSHOT_BYTES, owner=owner)
 
 
 class Journal:

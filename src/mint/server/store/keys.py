@@ -21,7 +21,7 @@ from typing import Any
 from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, NotFoundError
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
-from mint.server.store.journal import JOURNAL_FILE, record_bytes, request_bytes
+from mint.server.store.journal import JOURNAL_FILE, record_bytes, request_bytes, snapshot_bytes
 from mint.types.sampling import LogprobsMode
 
 log = logging.getLogger("mint.keys")
@@ -266,7 +266,11 @@ class ApiKeys:
             )
         in_journal = request_bytes(self._database, owner) + record_bytes(self._database, owner)
         return Quotas(
-            max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored, max_journal_bytes=in_journal
+            max_sessions=sessions,
+            max_models=models,
+            max_checkpoint_bytes=stored,
+            max_journal_bytes=in_journal,
+            max_snapshot_bytes=snapshot_bytes(self._database, owner),
         )
 
     def stored_bytes(self) -> int:

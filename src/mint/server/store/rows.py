@@ -23,6 +23,9 @@ BASE_NUMBERS = {"dtype": "MINT_DTYPE", "quantization": "MINT_QUANTIZE", "attenti
 _KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)"}
 """The value of MINT_NATIVE, by the attention that took effect: with one come all kernels of its maker."""
 
+STATE_BYTES = "state_bytes"
+"""Key of `ModelRow.effective`: the size of a model's weights and moments, and so of one snapshot."""
+
 REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
 
 

@@ -27,6 +27,7 @@ from mint.engine.protocol import (
 )
 from mint.errors import InvalidRequestError, StepRefusedError
 from mint.server.store.checkpoint_folders import Manifest
+from mint.server.store.rows import STATE_BYTES
 from mint.server.worker import validation
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.failed_passes import FailedPasses, data_digest
@@ -116,6 +117,15 @@ class LiveModels:
     def __getitem__(self, model_id: str) -> LiveModel:
         return self._models[model_id]
 
+    def state_bytes(self, base_model: str, spec: LoraSpec) -> int:
+        """The size of the weights and moments of a model of this shape; loads its base model.
+
+        Raises:
+            UnknownBaseModelError: there is no such base model.
+        """
+        self.bases.load(base_model)
+        return self.engine.state_bytes(self.bases.key(base_model), spec)
+
     def create(self, model_id: str, base_model: str, spec: LoraSpec, *, seed_given: bool) -> dict[str, Any]:
         """Puts a new model into the engine; returns the columns of its row, with every setting that took effect."""
         base, key = self.bases.load(base_model), self.bases.key(base_model)
@@ -126,6 +136,7 @@ class LiveModels:
         live = LiveModel(base_model, base, spec, seed_given, size_bytes, published_seq=published_seq)
         self._models[model_id] = live
         sizes = {"context_length": base.context_length, "vocab_size": base.vocab_size, "arch": base.arch}
+        sizes[STATE_BYTES] = self.engine.state_bytes(key, spec)
         effective = {**base.settings, **sizes, **asdict(spec), **settings}
         return {"base_model": base_model, "lora": asdict(spec), "seed_given": seed_given, "effective": effective}
 

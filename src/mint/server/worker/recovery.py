@@ -30,6 +30,7 @@ from mint.server.store.journal import Journal
 from mint.server.store.rows import (
     REPLAY_ACCEPTED,
     REPLAY_LOST,
+    STATE_BYTES,
     JobRow,
     ModelRow,
     SnapshotRow,
@@ -128,7 +129,7 @@ class Recovery:
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
-        if base_numbers(row.effective) is None:
+        if base_numbers(row.effective) is None or STATE_BYTES not in (row.effective or {}):
             # The operator has accepted the numbers of now, or an older mint wrote the row.
             self._journal.set_effective(row.model_id, created["effective"])
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))

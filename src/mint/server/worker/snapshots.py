@@ -21,6 +21,7 @@ import numpy as np
 from mint.engine.protocol import ModelState
 from mint.models.tensor_files import sync_file
 from mint.server.ids import file_stem
+from mint.server.limits import MAX_SNAPSHOTS
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SnapshotRow
 from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
@@ -28,9 +29,6 @@ from mint.server.worker.snapshot_policy import SnapshotTimes, is_due
 
 SMALL_STATE_BYTES = 20 * 1024 * 1024
 """States up to this size are small: they are saved before the step is acknowledged."""
-
-MAX_SNAPSHOTS = 3
-"""The older ones are for the case that the newest cannot be read."""
 
 RETAINED_RESULTS = 4096
 """The result of a pass is kept until so many later requests of its model have run: the queue takes no more of an owner.

@@ -28,6 +28,7 @@ from mint.errors import (
     OutOfMemoryError,
 )
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
+from mint.server.limits import MAX_SNAPSHOTS
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import MEMORY_PATIENCE_S, Decode, TrainingJob
 from mint.server.store import checkpoint_folders, checkpoints
@@ -101,11 +102,13 @@ class Trainer:
         decode: Decode,
         model_memory_bytes: int | None,
         require_save: Callable[[str, int], None],
+        require_snapshots: Callable[[str, int], None],
         require_space: Callable[[int], None],
         journal_room: Callable[[str], int | None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
         raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile.
+        `require_snapshots` raises if an owner's new model may not have snapshots of so many bytes.
         `require_space` raises if so many bytes would fill the disk up to its reserve. `journal_room` is
         `JournalUse.room`."""
         self.models = models
@@ -113,6 +116,7 @@ class Trainer:
         self._journal = journal
         self._data_dir = data_dir
         self._require_save = require_save
+        self._require_snapshots = require_snapshots
         self._require_space = require_space
         self._journal_room = journal_room
         self._short_since: dict[tuple[str, int], float] = {}  # requests for which memory was short → since when
@@ -250,9 +254,14 @@ class Trainer:
         config = validation.check_lora(request.lora_config)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
-        self.memory.evict_until_fits(job.model_id, request.base_model, spec)
+        self._make_room(job, request.base_model, spec)
         columns = self.models.create(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
         return _Success(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
+
+    def _make_room(self, job: TrainingJob, base_model: str, spec: LoraSpec) -> None:
+        """Checks that a new model may have its snapshots, and makes room for it in the memory."""
+        self._require_snapshots(job.owner, MAX_SNAPSHOTS * self.models.state_bytes(base_model, spec))
+        self.memory.evict_until_fits(job.model_id, base_model, spec)
 
     def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Success:
         if request.weights_access_token not in (None, ""):
@@ -276,7 +285,7 @@ class Trainer:
             )
         created: dict[str, Any] = {}
         if job.seq_id == 0:
-            self.memory.evict_until_fits(job.model_id, manifest.base_model, manifest.lora_spec)
+            self._make_room(job, manifest.base_model, manifest.lora_spec)
             columns = self.models.create(
                 job.model_id, manifest.base_model, manifest.lora_spec, seed_given=manifest.seed_given
             )
