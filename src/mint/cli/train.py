@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,6 +15,10 @@ from rich.console import Console
 from mint.cli.assignments import Assignments, parse_assignments
 from mint.cli.terminal import fail
 from mint.errors import MintError
+from mint.runs.interrupt import RunInterrupted
+
+INTERRUPTED = 130
+"""The exit status of a program that Ctrl-C has ended, as shells have it."""
 
 
 class DemoTask(StrEnum):
@@ -72,6 +78,8 @@ def demo(
         )
     except MintError as error:
         fail(error, as_json=as_json)
+    except RunInterrupted as interrupt:
+        _end(interrupt)
     print_run(Console(stderr=as_json), result, RunLog(result.run_dir).read("evaluations.jsonl"))
     if as_json:
         typer.echo(json.dumps(report))
@@ -100,5 +108,21 @@ def train(
         )
     except MintError as error:
         fail(error, as_json=as_json)
+    except RunInterrupted as interrupt:
+        _end(interrupt)
     if as_json:
         typer.echo(json.dumps(report, default=str))
+
+
+def _end(interrupt: RunInterrupted) -> NoReturn:
+    """Prints the command that goes on with the run, and exits."""
+    command = ["mint", *sys.argv[1:]]
+    if not any(word.split("=")[0] == "--run-dir" for word in command):
+        command += ["--run-dir", str(interrupt.folder)]
+    if "--resume" not in command:
+        command.append("--resume")
+    saved = f"saved up to step {interrupt.saved_step}" if interrupt.saved_step else "no step is saved"
+    console = Console(stderr=True, highlight=False)
+    console.print(f"Ended by Ctrl-C ({saved}). To go on:", markup=False)
+    console.print(shlex.join(command), markup=False, soft_wrap=True)
+    raise typer.Exit(INTERRUPTED) from interrupt

@@ -9,10 +9,13 @@ Knows nothing of what is trained on. Every recipe opens a run, loops over its st
             if run.is_save_due(step, steps):
                 run.save(step)
         checkpoint = run.save(steps)
+
+Ctrl-C ends a run after its step: a checkpoint is due then, and `save` raises `RunInterrupted`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,8 +30,11 @@ from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import RunConfig
 from mint.rl.tracking.progress import LiveProgress
 from mint.rl.tracking.trackers import Trackers, require_installed
+from mint.runs.interrupt import Interrupt, RunInterrupted, deferred_interrupt
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
+
+log = logging.getLogger("mint.runs")
 
 ProgressHook = Callable[[str, dict[str, Any]], None]
 """Called with an event and its fields, in the thread that trains. The events are `evaluation` (a row of
@@ -62,6 +68,7 @@ def open_run(
         MissingExtraError: the package of a tracker is not installed.
         UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
             no folder is made.
+        RunInterrupted: the user has pressed Ctrl-C.
     """
     if resume and config.run_dir is None:
         raise InvalidRequestError(
@@ -76,18 +83,21 @@ def open_run(
             # Before the folder is made: the service may refuse the base model.
             require_installed(config.trackers)
             trainer = make_trainer(service, config, None)
-        log = RunLog(config.run_dir or default_run_dir(name))
+        run_log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
-        point = log.start(content, resume=resume)
-        lines = LiveProgress(int(content["steps"]), title=f"{name}: {log.folder}", plain=True)
+        point = run_log.start(content, resume=resume)
+        if resume and trainer is None and point is None:
+            log.warning("%s has no checkpoint: the run starts again at step 1", run_log.folder)
+        lines = LiveProgress(int(content["steps"]), title=f"{name}: {run_log.folder}", plain=True)
         printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines
-        with recorded_process(log.folder) as end, printed as progress:
-            run = RunFrame(config, service, log, content, point, progress)
-            with Trackers(config.trackers, log.folder, content, run.note) as trackers:
+        with recorded_process(run_log.folder) as end, printed as progress:
+            run = RunFrame(config, service, run_log, content, point, progress)
+            with Trackers(config.trackers, run_log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
                 run.trainer = trainer or make_trainer(service, config, point)
-                log.save_effective(run.trainer.get_info().effective)
-                yield run
+                run_log.save_effective(run.trainer.get_info().effective)
+                with run.interruptible():
+                    yield run
             if run.stopped_by is not None:
                 end.outcome = "stopped"
                 end.error = run.stopped_by
@@ -121,11 +131,31 @@ class RunFrame:
         self.metrics: list[dict[str, Any]] = log.read("metrics.jsonl")
         self.findings = {row["code"]: Finding(**row) for row in log.read("findings.jsonl")}
         self.stopped_by: str | None = None
+        self._saved_step = 0 if point is None else point.step
+        self._interrupt = Interrupt()
 
     @property
     def first_step(self) -> int:
         """The step to begin with, counted from 1."""
         return 1 if self.point is None else self.point.step + 1
+
+    @contextmanager
+    def interruptible(self) -> Generator[None]:
+        """Within the block the first Ctrl-C ends the run after its step, and the second one at once.
+
+        Raises:
+            RunInterrupted: instead of every other KeyboardInterrupt.
+        """
+        try:
+            with deferred_interrupt() as self._interrupt:
+                yield
+        except RunInterrupted:
+            raise
+        except KeyboardInterrupt as interrupt:
+            raise self._interrupted() from interrupt
+
+    def _interrupted(self) -> RunInterrupted:
+        return RunInterrupted(self.log.folder, saved_step=self._saved_step, steps=int(self.described["steps"]))
 
     def tell(self, event: str, fields: dict[str, Any]) -> None:
         """Calls the trackers and the progress hook."""
@@ -161,7 +191,7 @@ class RunFrame:
 
     def is_save_due(self, step: int, steps: int) -> bool:
         """Whether a checkpoint is due after `step` of `steps`; the last step is saved by the recipe itself."""
-        return step % self.config.save_every == 0 and step < steps
+        return step < steps and (step % self.config.save_every == 0 or self._interrupt.requested)
 
     def save(
         self, step: int, *, totals: Mapping[str, float] | None = None, state: Mapping[str, Any] | None = None
@@ -169,12 +199,18 @@ class RunFrame:
         """Saves weights and optimizer as the point to resume from; returns the checkpoint.
 
         A resumed process finds `totals` and `state` in `point`. A step that is saved already is not saved again.
+
+        Raises:
+            RunInterrupted: the user has pressed Ctrl-C; the step is saved.
         """
         if self.point is not None and self.point.step >= step:
             return self.point.checkpoint
         checkpoint = self.trainer.save_state(name=f"step-{step:06d}", overwrite=True).result().path
         self.log.save_point(ResumePoint(step, checkpoint, totals or {}, state or {}))
         self.log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})
+        self._saved_step = step
+        if self._interrupt.requested:
+            raise self._interrupted()
         return checkpoint
 
     def save_sampler_weights(self) -> str:

@@ -85,7 +85,7 @@ class RunLog:
                 "already holds a run",
                 field="run_dir",
                 value=str(self.folder),
-                remedy="Pass resume=True to continue it, or another run_dir",
+                remedy="Pass resume=True (--resume on the command line) to continue it, or another run_dir",
             )
         self._check_same(json.loads(path.read_text()), json.loads(json.dumps(config, default=str)))
         point = self._read_state()
