@@ -117,6 +117,13 @@ def changes_use_the_spare_space(disk: Path) -> None:
     assert mint(data, "checkpoints", "delete", oldest, "--yes") == {"deleted": [oldest]}
     assert free_bytes(disk) > 0
     assert [one["path"] for one in mint(data, "checkpoints", "list")["checkpoints"]] == [newest]
+    (disk / "filler").unlink()
+    mint(data, "checkpoints", "publish", newest)  # takes the spare space again
+    [session] = mint(data, "sessions", "list")["sessions"]
+    fill(disk)
+    name = session["session_id"]
+    assert mint(data, "sessions", "end", name, "--yes") == {"session_id": name, "state": "ended"}
+    assert free_bytes(disk) > 0 and not list((data / "snapshots").iterdir())
 
 
 def after_a_kill(disk: Path) -> None:

@@ -56,7 +56,7 @@ def step(harness: Harness, model_id: str, number: int) -> str:
 def require_refused(error: MintError, quota: int) -> None:
     assert isinstance(error, QuotaExceededError) and error.status == 403 and error.category == "user"
     assert error.field == "max_snapshot_bytes" and str(quota) in str(error)
-    assert "Unload a model" in str(error) and "mint keys update" in str(error)
+    assert "mint sessions end" in str(error) and "mint keys update" in str(error)
 
 
 def test_a_model_whose_snapshots_exceed_its_owners_quota_is_refused_and_the_others_train_on(ann: Harness) -> None:

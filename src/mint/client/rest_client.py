@@ -40,7 +40,7 @@ from mint.types.records import (
     TrainingRunsResponse,
     UploadCheckpointResponse,
 )
-from mint.wire.requests import WeightsInfoRequest
+from mint.wire.requests import FinishSessionRequest, WeightsInfoRequest
 
 T = TypeVar("T")
 
@@ -310,6 +310,17 @@ class RestClient:
         return self._ask(ask)
 
     assign_session_project_async = awaited(assign_session_project)
+
+    def end_session(self, session_id: str) -> APIFuture[None]:
+        """Ends a session for good, also one of a program that has died: its models, futures and unnamed samplers go,
+        and named checkpoints stay."""
+
+        async def ask() -> None:
+            await self._session.server.call("POST", f"sessions/{_part(session_id)}/finish", FinishSessionRequest())
+
+        return self._ask(ask)
+
+    end_session_async = awaited(end_session)
 
     # --- inside --------------------------------------------------------------------------------------------------
 

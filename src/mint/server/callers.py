@@ -97,8 +97,8 @@ class Quotas:
                 f"you have; {MAX_SNAPSHOTS} snapshots of this one need {needed_bytes} more",
                 field="max_snapshot_bytes",
                 value=self.max_snapshot_bytes,
-                remedy="Unload a model or close its ServiceClient, choose a lower rank, or ask the operator for more "
-                "(mint keys update)",
+                remedy="End a session that you no longer need (mint sessions list, mint sessions end), choose a lower "
+                "rank, or ask the operator for more (mint keys update)",
             )
 
     def save_error(self, used_bytes: int, size_bytes: int = 1) -> InvalidRequestError | None:

@@ -332,6 +332,30 @@ def show_session(
         )
 
 
+@sessions_app.command(name="end")
+def end_session(
+    session_id: Annotated[str, typer.Argument(help="as `mint sessions list` shows it")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Ends a session for good: its models and unnamed samplers go, and what they keep on the disk. Named checkpoints
+    stay."""
+    with _storage(data_dir, as_json) as storage:
+        found = storage.session(session_id)
+        if not yes:
+            for name in (*found.training_run_ids, *found.sampler_ids):
+                typer.echo(f"  {paragraph(name)}", err=True)
+            typer.confirm(f"End session {paragraph(session_id)} for good?", abort=True, err=True)
+        has_ended = storage.end_session(session_id)
+        if as_json:
+            print_json({"session_id": session_id, "state": "ended" if has_ended else "ending"})
+        elif has_ended:
+            print_sentence(f"session {session_id} has ended")
+        else:
+            print_sentence(f"session {session_id} is ended within a minute by the process that serves it")
+
+
 @models_app.command(name="list")
 def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Base models that can be used by name; others by path or Hugging Face id."""

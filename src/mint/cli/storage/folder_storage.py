@@ -15,8 +15,11 @@ from mint.engine.bases.lora_layers import lora_layers
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
 from mint.server.callers import LOCAL_OWNER
+from mint.server.ops.ended_sessions import SessionEnd, end_session
+from mint.server.private_files import open_data_dir
 from mint.server.service.downloads import ARCHIVE, open_file
 from mint.server.service.uploads import import_checkpoint
+from mint.server.spare_space import SpareSpace
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.database import OpenFor
@@ -143,6 +146,12 @@ class FolderStorage:
 
     def session(self, session_id: str) -> GetSessionResponse:
         return self._sessions.session(OPERATOR, session_id)
+
+    def end_session(self, session_id: str) -> bool:
+        journal = self._journal(OpenFor.COMMAND)
+        SpareSpace(self._data_dir / JOURNAL_FILE).release_if_short()  # the locks are files, too
+        open_data_dir(self._data_dir)  # a restored one may lack the folder of the locks
+        return end_session(journal, self._data_dir, session_id) is SessionEnd.ENDED
 
     def models(self) -> Sequence[SupportedModel]:
         return [

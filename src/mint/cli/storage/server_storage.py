@@ -83,5 +83,9 @@ class ServerStorage:
     def session(self, session_id: str) -> GetSessionResponse:
         return self._rest.get_session(session_id).result()
 
+    def end_session(self, session_id: str) -> bool:
+        self._rest.end_session(session_id).result()
+        return True
+
     def models(self) -> Sequence[SupportedModel]:
         return self._rest.get_server_capabilities().result().supported_models

@@ -65,6 +65,10 @@ class Storage(Protocol):
 
     def session(self, session_id: str) -> GetSessionResponse: ...
 
+    def end_session(self, session_id: str) -> bool:
+        """Ends a session; False if the process that serves it will do so within a minute."""
+        ...
+
     def models(self) -> Sequence[SupportedModel]:
         """The base models that can be used by name."""
         ...

@@ -17,13 +17,12 @@ from itertools import count
 from pathlib import Path
 
 from mint.engine.protocol import ModelState
-from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError, JournalError
+from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError
 from mint.server.spare_space import SpareSpace
-from mint.server.storage_state import reason_of
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.database import OpenFor
-from mint.server.store.instances import Instance, ServerLock
+from mint.server.store.instances import ServerLock, visiting
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import (
     REPLAY_ACCEPTED,
@@ -119,8 +118,7 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
     with (
         closing(ServerLock(data_dir)),
         closing(Journal(file, opened_for)) as journal,
-        closing(_instance(data_dir)) as instance,
-        instance.sole_adopter(),
+        visiting(data_dir) as instance,
     ):
         row = journal.model(model_id)
         if row is None or row.diverged is None:
@@ -144,13 +142,6 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         )
         path = None if saved is None else CheckpointPath(saved.model_id, saved.kind, saved.name).uri
         return Decided(decision, stopped, path)
-
-
-def _instance(data_dir: Path) -> Instance:
-    try:
-        return Instance(data_dir)
-    except OSError as error:
-        raise JournalError(f"{data_dir} cannot be used: {reason_of(error)}", remedy="Free disk space") from error
 
 
 def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: StoppedModel) -> CheckpointRow | None:

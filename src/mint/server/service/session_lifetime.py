@@ -143,16 +143,19 @@ class SessionLifetime:
     def expire(self, running_s: float) -> None:
         """Counts `running_s` for suspended sessions, ends those whose time is over, and suspends silent ones.
 
-        It does not count for a session whose client has come back and found the queue full. For the worker's thread.
+        It does not count for a session whose client has come back and found the queue full. An operator may have set
+        the time of any session to be over. For the worker's thread.
         """
         self._journal.touch_sessions(self._sessions.last_seen())
         with self._accepting:
             turned_away, self._turned_away = self._turned_away, set()
         suspended = [session_id for session_id in self._sessions.suspended() if session_id not in turned_away]
         if suspended:
-            for session_id in self._journal.add_suspended_time(suspended, running_s, limit_s=SUSPENDED_S):
-                log.warning("session %s ends: its client has not come back", session_id)
-                self._end(session_id)
+            self._journal.add_suspended_time(suspended, running_s)
+        served = [*self._sessions.suspended(), *self._sessions.owners()]
+        for session_id in self._journal.expired_sessions(served, limit_s=SUSPENDED_S):
+            log.warning("session %s ends: its client has not come back, or an operator ended it", session_id)
+            self._end(session_id)
         for session_id, owner in self._sessions.silent().items():
             self._suspend(session_id, owner)
 
@@ -183,7 +186,7 @@ class SessionLifetime:
         log.info("session %s is suspended: its client is silent", session_id)
 
     def _resume(self, session_id: str) -> None:
-        """Resumes a suspended session, whose client has come back, as after a restart.
+        """Resumes a suspended session, whose client has come back, as after a restart; or ends it if its time is over.
 
         Raises:
             OverloadedError: the queue has no room for its unfinished requests; it stays suspended.
@@ -191,6 +194,9 @@ class SessionLifetime:
         with self._accepting:
             owner = self._sessions.suspended().get(session_id)
             if owner is None:
+                return
+            if self._journal.expired_sessions([session_id], limit_s=SUSPENDED_S):
+                self._end(session_id)
                 return
             try:
                 self._queue.require_capacity_for_return(owner, *self._journal.unfinished_size(session_id))

@@ -27,8 +27,8 @@ from mint.server.store.rows import SessionRow
 SILENCE_S = 900.0
 SUSPENDED_S = 72 * 3600.0
 HOW_SESSIONS_END = (
-    f"a session ends when its client closes it, or after {SILENCE_S / 60:.0f} minutes without a request and "
-    f"{SUSPENDED_S / 3600:.0f} hours suspended"
+    f"a session ends when its client closes it or an operator ends it, or after {SILENCE_S / 60:.0f} minutes without a "
+    f"request and {SUSPENDED_S / 3600:.0f} hours suspended"
 )
 
 CLIENT_MADE_ID = re.compile(r"(?!sess-[0-9a-f]{32}$)[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)

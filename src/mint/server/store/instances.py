@@ -16,11 +16,12 @@ import socket
 import time
 import uuid
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, JournalError
+from mint.server.storage_state import reason_of
 
 SERVER = "server-"
 """The ids of instances that serve a socket begin with this."""
@@ -247,3 +248,18 @@ class Instance:
 
     def _path(self, instance_id: str) -> Path:
         return self._folder / f"{instance_id}.lock"
+
+
+@contextmanager
+def visiting(data_dir: Path) -> Generator[Instance]:
+    """An instance for a command that changes what a dead process has left. Meanwhile no process takes sessions over.
+
+    Raises:
+        JournalError: the data directory cannot be used.
+    """
+    try:
+        instance = Instance(data_dir)
+    except OSError as error:
+        raise JournalError(f"{data_dir} cannot be used: {reason_of(error)}", remedy="Free disk space") from error
+    with closing(instance), instance.sole_adopter():
+        yield instance

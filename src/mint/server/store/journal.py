@@ -249,21 +249,31 @@ class Journal:
                     "UPDATE sessions SET last_seen = :moment WHERE session_id = :id", id=session_id, moment=moment
                 )
 
-    def add_suspended_time(self, session_ids: Sequence[str], seconds: float, *, limit_s: float) -> list[str]:
-        """Adds to the time for which sessions have been suspended; returns those that have reached the limit."""
-        with self.database.transaction() as transaction:
-            transaction.execute(
-                "UPDATE sessions SET suspended_s = coalesce(suspended_s, 0) + :seconds "
-                "WHERE session_id IN (SELECT value FROM json_each(:ids)) AND ended_at IS NULL",
-                ids=list(session_ids),
-                seconds=seconds,
-            )
-            return transaction.values(
-                "SELECT session_id FROM sessions WHERE session_id IN (SELECT value FROM json_each(:ids)) "
-                "AND ended_at IS NULL AND suspended_s >= :limit_s",
-                ids=list(session_ids),
-                limit_s=limit_s,
-            )
+    def add_suspended_time(self, session_ids: Sequence[str], seconds: float) -> None:
+        """Adds to the time for which sessions have been suspended."""
+        self.database.write(
+            "UPDATE sessions SET suspended_s = coalesce(suspended_s, 0) + :seconds "
+            "WHERE session_id IN (SELECT value FROM json_each(:ids)) AND ended_at IS NULL",
+            ids=list(session_ids),
+            seconds=seconds,
+        )
+
+    def expire_session(self, session_id: str, *, limit_s: float) -> None:
+        """Counts a session as suspended for this long, so that the process that serves it ends it."""
+        self.database.write(
+            "UPDATE sessions SET suspended_s = :limit_s WHERE session_id = :id AND ended_at IS NULL",
+            id=session_id,
+            limit_s=limit_s,
+        )
+
+    def expired_sessions(self, session_ids: Sequence[str], *, limit_s: float) -> list[str]:
+        """Those of some sessions that have not ended, and were suspended for this long or are to end."""
+        return self.database.values(
+            "SELECT session_id FROM sessions WHERE session_id IN (SELECT value FROM json_each(:ids)) "
+            "AND ended_at IS NULL AND suspended_s >= :limit_s",
+            ids=list(session_ids),
+            limit_s=limit_s,
+        )
 
     def resume_session(self, session_id: str) -> None:
         """Stores that a session is not suspended (any more)."""
