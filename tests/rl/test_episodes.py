@@ -521,6 +521,51 @@ def test_environments_may_be_async() -> None:
     assert only(roll_out(says("a", "b"), Adapter(lambda _: Later(2)))).reward == 0.5
 
 
+@dataclass
+class Closing(Chatty):
+    """Notes that it was closed; `fault` says in which method it raises."""
+
+    fault: str = ""
+    closed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(2)
+
+    def initial_observation(self) -> Sequence[Message]:
+        if self.fault == "opening":
+            raise ValueError("no opening")
+        return super().initial_observation()
+
+    def step(self, message: Message) -> MessageStepResult:
+        if self.fault == "step":
+            raise ValueError("no step")
+        return super().step(message)
+
+    async def close(self) -> None:
+        self.closed += 1
+        if self.fault == "close":
+            raise ValueError("cannot close")
+
+
+@pytest.mark.parametrize("fault", ["", "opening", "step", "close"])
+def test_every_environment_is_closed_once_whatever_ended_its_episode(fault: str) -> None:
+    adapter = Adapter(lambda _: Closing(fault))
+    groups = roll_out(says("a", "b"), adapter, group_size=2)
+    assert [env.closed for env in adapter.made] == [1, 1]
+    for rollout in groups[0].rollouts:
+        assert (rollout.error is None) == (fault in ("", "close"))
+        assert (rollout.trace[-1]["content"] == "close(): ValueError: cannot close") == (fault == "close")
+
+
+def test_environments_are_closed_when_their_group_cannot_be_sampled_or_a_limit_ends_them() -> None:
+    failing = Adapter(lambda _: Closing())
+    (group,) = roll_out(ScriptedPolicy(lambda _: RequestFailedError("down")), failing, group_size=2)
+    assert group.error is not None
+    cut = Adapter(lambda _: Closing())
+    assert only(roll_out(says("a"), cut, limits=EpisodeLimits(max_turns=1))).stop_reason == "max_turns"
+    assert [env.closed for env in (*failing.made, *cut.made)] == [1, 1, 1]
+
+
 def test_the_trace_holds_every_message_with_its_time_and_only_json() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
     result = {"role": "tool", "content": "a tree", "trace": {"ms": 0.25, "seen": {1, 2}}}

@@ -52,3 +52,7 @@ class MessageEnv(ABC):
     def cut_off(self, reason: str) -> MessageStepResult | Awaitable[MessageStepResult]:
         """The reward when a limit ends the episode (`max_turns`, `max_episode_tokens`, `wall_time`, `length`)."""
         return MessageStepResult(0.0)
+
+    def close(self) -> Awaitable[None] | None:
+        """Called once when the episode is over, whatever ended it; ends what the environment has started."""
+        return None

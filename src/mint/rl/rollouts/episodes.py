@@ -68,7 +68,7 @@ async def roll_out_episodes(
 @dataclass(eq=False)
 class _Episode:
     """An episode in progress. `index` is its place in its group; `conversation` holds the messages rendered so far.
-    `seconds` is the time of its environment."""
+    `opened` says that `env` has been made, `seconds` is the time of its calls."""
 
     index: int
     params: SamplingParams
@@ -79,6 +79,7 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    opened: bool = False
     seconds: float = 0.0
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
@@ -225,6 +226,12 @@ class _Player:
     async def play_group(self, request: GroupRequest, group_size: int, policy_step: int) -> Group:
         """The episodes of one item. They begin together and then go on by themselves."""
         episodes = [_Episode(index, request.params) for index in range(group_size)]
+        try:
+            return await self._play_together(episodes, request, policy_step)
+        finally:
+            await asyncio.gather(*map(self._close, episodes))
+
+    async def _play_together(self, episodes: Sequence[_Episode], request: GroupRequest, policy_step: int) -> Group:
         await asyncio.gather(*(self._open(episode, request.item) for episode in episodes))
         began = time.monotonic()
         error = await self._sample_first_turns([one for one in episodes if one.stop_reason is None])
@@ -245,6 +252,7 @@ class _Player:
         if made is None:
             return
         episode.env = made.value
+        episode.opened = isinstance(made.value, MessageEnv)
         observed = await self._call(episode, episode.env.initial_observation)
         if observed is None:
             return
@@ -253,6 +261,14 @@ class _Player:
             episode.note(episode.conversation, observed.seconds)
             episode.chat = self._formats.format(episode.env.tools)
             episode.prompt = self._formats.prompt(episode.chat, episode.conversation)
+
+    async def _close(self, episode: _Episode) -> None:
+        """Closes the environment; an error of that is in the trace and does not change the episode."""
+        if not episode.opened:
+            return
+        answer = await self._calls.call(episode.env.close)
+        if answer.error is not None:
+            episode.note([{"role": "error", "content": f"close(): {answer.failure}"}], answer.seconds)
 
     async def _sample_first_turns(self, episodes: Sequence[_Episode]) -> str | None:
         """Samples the first message of each episode; returns the error of a request that failed, in words.
