@@ -1,6 +1,6 @@
 """Tasks by name, as the command line names them: from the name to an adapter and its settings.
 
-    math · chat · code · tools            the recipes of this package
+    math · chat · code · tools · shell    the recipes of this package
     reasoning_gym:NAME                    a generator of the reasoning-gym package
     file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
     verifiers:NAME                        a taskset of the verifiers package, of one turn or many
@@ -37,6 +37,7 @@ RECIPES = {
     "chat": "ChatAdapter",
     "code": "CodeAdapter",
     "tools": "ToolsAdapter",
+    "shell": "ShellAdapter",
     "sums": "SumsAdapter",
 }
 """Module of `mint.recipes` → its adapter."""
