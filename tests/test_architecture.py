@@ -19,7 +19,14 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset(
-        {"server/http", "server/openai", "server/responses_api", "dashboard", "compose/dashboard_server.py"}
+        {
+            "server/http",
+            "server/openai",
+            "server/responses_api",
+            "server/messages_api",
+            "dashboard",
+            "compose/dashboard_server.py",
+        }
     ),
     "uvicorn": frozenset({"compose/http_connection.py", "compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),

@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -236,8 +237,16 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 def _refuse_of(request: Request) -> Callable[[MintError], Response]:
     """How the routes whose path begins alike write an error: a protocol has its own shape below its prefix."""
-    prefix = request.url.path.split("/")[1]
+    parts = request.url.path.split("/")[1:]
+    refuse: Callable[[MintError], Response] = _respond_error
+    most_alike = 0
     for row in request.app.state.rows:
-        if row.refuse is not None and row.path.split("/")[1] == prefix:
-            return row.refuse
-    return _respond_error
+        alike = _common_beginning(parts, row.path.split("/")[1:])
+        if row.refuse is not None and alike > most_alike:
+            refuse, most_alike = row.refuse, alike
+    return refuse
+
+
+def _common_beginning(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many parts two paths have in common before they differ."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
