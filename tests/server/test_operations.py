@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +22,7 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import JournalError
 from mint.server.disk_space import DiskSpace
 from mint.server.http.access_log import request_id
-from mint.server.ops.logs import configure_logs
+from mint.server.ops.logs import RARE_S, RareWarnings, configure_logs
 from mint.server.store.database import Database
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
 
@@ -314,6 +316,44 @@ def test_the_log_for_people_is_one_line_per_event(tmp_path: Path) -> None:
         Person(server).send("GET", "/healthz")
     access = [line for line in stream.getvalue().splitlines() if "mint.access" in line]
     assert len(access) == 1 and "status=200" in access[0] and "\x1b" not in access[0]
+
+
+def test_a_flood_of_requests_that_are_no_http_is_one_line_a_minute(tmp_path: Path, written: io.StringIO) -> None:
+    upgrade = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with running(tmp_path) as server:
+        address = urlsplit(server.url)
+        for sent in (b"no http at all\r\n\r\n", upgrade):
+            for _ in range(100):
+                with socket.create_connection((address.hostname, address.port), timeout=HANG_S) as connection:
+                    connection.sendall(sent)
+                    assert b" 400 " in connection.recv(65536) or sent is upgrade
+        assert Person(server).send("GET", "/healthz").status_code == 200
+    told = [line["event"] for line in lines(written) if line["logger"].startswith("uvicorn")]
+    assert len([event for event in told if "Invalid HTTP request" in event]) == 1
+    assert len([event for event in told if "upgrade" in event.lower()]) == 1
+
+
+def test_the_next_warning_of_a_kind_says_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    logger = logging.getLogger("a.library.that.warns")
+    logger.addFilter(RareWarnings(clock=lambda: clock[0]))
+
+    def warn() -> None:
+        logger.warning("bad request of %s", "somebody")
+
+    for moment in (0.0, 1.0, RARE_S - 1, RARE_S, RARE_S + 1, 5 * RARE_S):
+        clock[0] = moment
+        warn()
+        logger.error("an error is never left out")
+    logger.warning("another kind")
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == [
+        "bad request of somebody",
+        "bad request of somebody (2 more like this since the last such line)",
+        "bad request of somebody (1 more like this since the last such line)",
+        "another kind",
+    ]
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 6
 
 
 @pytest.mark.parametrize("format", ["console", "json"])

@@ -11,7 +11,10 @@ import logging
 import logging.handlers
 import re
 import sys
-from collections.abc import MutableMapping
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, MutableMapping
 from queue import SimpleQueue
 from typing import Any, TextIO
 
@@ -30,7 +33,42 @@ _ROW_OF_NUMBERS = re.compile(rf"(?<![\d.]){_NUMBER}(?:[\s,]++[-+]?+{_NUMBER}){{4
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 MAX_CHARS, MAX_TRACEBACK_CHARS = 1_000, 16_000
 
+RARE_S = 60.0
+"""How often a warning of uvicorn's is written at most: a client without a key can cause any number of them."""
+
 Event = MutableMapping[str, Any]
+
+
+class RareWarnings(logging.Filter):
+    """Lets a logger's warnings of one kind pass once in `RARE_S`; the next one says how many were left out.
+
+    For warnings that strangers cause, as often as they like. Errors and other levels pass. A kind is a line of code.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds and does not jump."""
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._passed_at: dict[tuple[str, int], float] = {}
+        self._left_out: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record passes; one that does may get a longer message."""
+        if record.levelno != logging.WARNING:
+            return True
+        kind = (record.pathname, record.lineno)
+        now = self._clock()
+        with self._lock:
+            if now - self._passed_at.get(kind, float("-inf")) < RARE_S:
+                self._left_out[kind] += 1
+                return False
+            self._passed_at[kind] = now
+            left_out = self._left_out.pop(kind, 0)
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} more like this since the last such line)"
+            record.args = None
+        return True
 
 
 class _OnThread(logging.handlers.QueueHandler):
@@ -93,6 +131,7 @@ def configure_logs(*, format: str, level: str, stream: TextIO | None = None, on_
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+        logger.filters[:] = [RareWarnings()]
 
 
 def log_access(record: AccessRecord) -> None:
