@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from pydantic import Field
@@ -30,6 +29,7 @@ from mint.recipes.supervised import (
 from mint.rl.estimate import interval
 from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
+from mint.rl.tracking.shown_result import ShownResult
 from mint.rl.training.datums import policy_datum
 
 HELDOUT_STREAM = 0x48454C44
@@ -47,12 +47,10 @@ class DistillConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True)
-class DistillResult:
+class DistillResult(ShownResult):
     """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. `before` and `after` are the reverse KL per
     token on held-out prompts, None if there are none; the interval is over prompts."""
 
-    run_dir: Path
-    checkpoint: str
     sampler_checkpoint: str
     before: ConfidenceInterval | None
     after: ConfidenceInterval | None

@@ -21,6 +21,7 @@ from pydantic import Field
 from mint.errors import InvalidRequestError
 from mint.rl.run_config import RunConfig
 from mint.rl.run_frame import RunFrame
+from mint.rl.tracking.shown_result import ShownResult
 from mint.types import Datum, ModelInput
 
 TRAINED_ONLY = {"trained_only": 1.0}
@@ -68,12 +69,10 @@ class TrainedRun:
 
 
 @dataclass(frozen=True)
-class SupervisedResult:
+class SupervisedResult(ShownResult):
     """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. Each recipe says what its scores measure;
     `before` and `after` are None if nothing is held out."""
 
-    run_dir: Path
-    checkpoint: str
     sampler_checkpoint: str
     before: HeldoutScores | None
     after: HeldoutScores | None

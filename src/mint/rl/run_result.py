@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
+from mint.rl.tracking.shown_result import ShownResult
 
 
 @dataclass(frozen=True)
-class RunResult:
-    """`heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0); empty without a held-out set.
+class RunResult(ShownResult):
+    """`print` shows it as lines, a notebook as a table with the curve.
+
+    `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0); empty without a held-out set.
 
     `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy evaluation,
     if `eval_every` is set. `stopped_by` is the finding that ended the run early.
     """
 
-    run_dir: Path
-    checkpoint: str
     sampler_checkpoint: str
     steps: int
     samples: int

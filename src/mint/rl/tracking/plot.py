@@ -87,6 +87,7 @@ def plot_readings(path: Path, readings: Sequence[Mapping[str, Any]], *, title: s
     `readings` have the fields of `analysis.comparison.Reading`.
 
     Raises:
+        InvalidRequestError: the picture cannot be written to `path`.
         MissingExtraError: matplotlib is not installed.
     """
     tasks = list(dict.fromkeys(row["task"] for row in readings))
@@ -105,7 +106,7 @@ def plot_readings(path: Path, readings: Sequence[Mapping[str, Any]], *, title: s
         axes.legend(loc="best", frameon=False)
     every[-1].set_xticks(range(len(checkpoints)), [name.rsplit("/", 1)[-1] for name in checkpoints])
     figure.suptitle(title)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _axes(count: int = 1) -> tuple[Any, ...]:
