@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai_server import MODEL, Server, serving
 
+from mint.server.openai.routes import NOT_OFFERED
 from mint.server.openai.schemas import ChatRequest, CompletionRequest
 from mint.server.queue.queue import QueueLimits, RequestQueue
 
@@ -92,10 +93,26 @@ def test_what_says_nothing_is_no_reason_to_refuse(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
 def test_a_route_that_there_is_not_is_refused_in_openais_shape(http: httpx.Client, prefix: str) -> None:
-    error = refusal(http.post(f"{prefix}/embeddings", json={"model": MODEL, "input": "One"}), 404)
-    assert error["type"] == "invalid_request_error" and "/embeddings" in error["message"]
+    error = refusal(http.post(f"{prefix}/unheard_of", json={}), 404)
+    assert error["type"] == "invalid_request_error" and "/unheard_of" in error["message"]
     error = refusal(http.get(f"{prefix}/chat/completions"), 405)
     assert "GET" in error["message"] and "POST" in error["message"]
+
+
+@pytest.mark.parametrize("path", sorted(NOT_OFFERED))
+def test_a_route_that_is_not_offered_says_what_to_do_instead(http: httpx.Client, path: str) -> None:
+    error = refusal(http.post(f"/v1/{path}", content=b"anything"), 404)
+    assert f"/v1/{path}: is not offered" in error["message"].replace(" = ", ": ").replace("path: ", "")
+    assert NOT_OFFERED[path] in error["message"]
+
+
+def test_clients_raise_what_they_raise_for_an_unknown_url(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="continue texts"):
+        client.embeddings.create(model=MODEL, input="One")
+    with pytest.raises(openai.NotFoundError, match="only text"):
+        client.images.generate(model=MODEL, prompt="One")
+    with pytest.raises(openai.NotFoundError, match="on your side"):
+        client.moderations.create(input="One")
 
 
 def test_a_route_of_the_training_protocol_that_there_is_not_is_refused_in_its_shape(http: httpx.Client) -> None:

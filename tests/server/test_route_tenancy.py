@@ -19,6 +19,8 @@ from pydantic import BaseModel
 
 from mint.server.all_routes import ROUTES
 from mint.server.http.route_table import RouteRow
+from mint.server.openai.routes import NOT_OFFERED as OPENAI_NOT_OFFERED
+from mint.server.openai.routes import PREFIXES
 from tests.server.server_harness import API, BASE, Person, make_key, pass_input, running, sample_body
 
 
@@ -54,6 +56,7 @@ class Objects:
             "tinker_path": self.weights,
             "source_path": self.weights,
             "LoadWeightsRequest.path": self.weights,
+            "lora_path": f"tinker://{self.model_id}/sampler_weights/sm",
             "model": f"tinker://{self.model_id}/sampler_weights/sm",
         }
 
@@ -87,6 +90,9 @@ VALUES: Mapping[str, Any] = {
     "CompletionRequest.prompt": "Hi",
     "ResponsesRequest.input": "Hi",
     "max_output_tokens": 2,
+    "lora_name": "named",
+    "UnloadLoraRequest.lora_name": "never loaded",
+    "load_inplace": True,
     "DetokenizeRequest.tokens": [5, 6],
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": 2,
@@ -136,6 +142,8 @@ NOT_OFFERED = {
 }
 STATUS = {
     **dict.fromkeys(NOT_OFFERED, 400),
+    **dict.fromkeys((f"{prefix}/{path}" for prefix in PREFIXES for path in OPENAI_NOT_OFFERED), 404),
+    **dict.fromkeys((f"{prefix}/unload_lora_adapter" for prefix in PREFIXES), 404),
     f"{API}/checkpoints/upload": 400,  # an empty body
     "/metrics": 403,  # for operators: ann and bob are two owners, and none is named
     f"{API}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/archive": 302,

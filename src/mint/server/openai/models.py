@@ -1,4 +1,5 @@
-"""What a `model` of OpenAI's protocol stands for: a base model, a checkpoint, or the newest weights of a training run.
+"""What a `model` of OpenAI's protocol stands for: a base model, a checkpoint, a name that its owner has given to a
+checkpoint, or the newest weights of a training run.
 
 Checks who owns them.
 """
@@ -17,7 +18,8 @@ OWNED_BY_MINT = "mint"
 
 
 def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
-    """What to sample from: a checkpoint (`mint://…`, `tinker://…`, `ckpt_…`), a run's newest weights, or a base.
+    """What to sample from: a checkpoint (`mint://…`, `tinker://…`, `ckpt_…`, or a name that the caller has loaded), a
+    run's newest weights, or a base.
 
     Raises:
         NotFoundError: there is no such model. Other owners' objects give 404, unless they are published.
@@ -26,6 +28,9 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
     try:
         if "://" in model or model.startswith("ckpt_"):
             return _saved(service, caller, model)
+        loaded = service.lora_names.find(caller.owner, model)
+        if loaded is not None:
+            return _saved(service, caller, loaded.path)
         if service.is_training_run(model):
             return _newest(service, caller, model)
         if model not in service.base_models.names and _is_path(model):
@@ -50,7 +55,8 @@ def find_model(service: Service, caller: Caller, name: str) -> ModelCard:
 
 
 def list_models(service: Service, caller: Caller) -> list[ModelCard]:
-    """The base models, then the caller's newest thousand training runs that have weights, and the caller's checkpoints.
+    """The base models, then the caller's newest thousand training runs that have weights, the caller's checkpoints, and
+    the names that the caller has loaded.
 
     Slow: it reads a folder for each.
     """
@@ -65,6 +71,8 @@ def list_models(service: Service, caller: Caller) -> list[ModelCard]:
     for checkpoint in service.checkpoints.checkpoints(caller.owner).checkpoints:
         base = bases.get(CheckpointPath.parse(checkpoint.tinker_path).model_id, "unknown")
         models.append(_model(service, checkpoint.tinker_path, base, caller.owner, int(checkpoint.time.timestamp())))
+    for name, lora in service.lora_names.of(caller.owner).items():
+        models.append(_model(service, name, lora.base_model, caller.owner, lora.loaded_at))
     return models
 
 

@@ -424,6 +424,25 @@ class DetokenizeRequest(StrictFields):
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
 
 
+class LoadLoraRequest(StrictFields):
+    """Gives a name to a checkpoint. With `load_inplace`, the name may have stood for another one."""
+
+    refused: ClassVar[Refusals] = {"is_3d_lora_weight": ((False,), "Leave it out: the checkpoint says what it holds")}
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadLoraRequest(StrictFields):
+    """Takes a name back."""
+
+    refused: ClassVar[Refusals] = {"lora_int_id": ((), "Leave it out: a name is enough")}
+
+    lora_name: str
+
+
 def _is_none(value: object) -> bool:
     return value is None
 

@@ -27,6 +27,7 @@ from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits, default_published_bytes
+from mint.server.lora_names import LoraNames
 from mint.server.lost_journal import open_journal
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
@@ -232,6 +233,7 @@ class Service:
             self._sample_deaths,
             logprobs_mode=logprobs_mode,
         )
+        self.lora_names = LoraNames()
         self.results = Results(
             self._reader,
             self._journal,
