@@ -23,7 +23,7 @@ from service_harness import (
 )
 from waiting import wait_until
 
-from mint.errors import QuotaExceededError, SessionEndedError, StepRefusedError
+from mint.errors import NotFoundError, QuotaExceededError, SessionEndedError, StepRefusedError
 from mint.server import journal_use
 from mint.server.callers import Caller, Quotas
 from mint.server.limits import ROW_BYTES
@@ -114,6 +114,26 @@ def test_a_loop_whose_snapshots_are_rare_trains_on_beyond_its_quota_and_is_resto
     harness.restore(names[-1])
     assert harness.digest(names[-1]) == digests[names[-1]]
     harness.service.stop()
+
+
+def test_near_the_quota_unread_results_of_passes_may_be_gone_after_a_crash_and_nothing_else_is(tmp_path: Path) -> None:
+    ann = Harness(open_service(tmp_path), caller=ANN)
+    for _ in range(3):  # more than half of the quota
+        ann.service.sessions.create(ANN, LARGE_METADATA)
+    trained, scored = ann.create_model(0), ann.create_model(1)
+    ann.run("forward_backward", trained, 1, GOOD_PASS)
+    step = ann.run("optim_step", trained, 2, STEP)
+    forward = {"forward_input": LARGE_PASS["forward_backward_input"]}
+    results = [ann.run("forward", scored, seq_id, forward) for seq_id in range(1, 9)]
+    ann.service.stop()  # what is in memory is gone
+    ann = Harness(open_service(tmp_path), ann.session_id, caller=ANN)
+    error = failure(lambda: ann.wait(f"{scored}:1"))
+    assert isinstance(error, NotFoundError) and "max_journal_bytes" in str(error)
+    assert ann.wait(f"{scored}:8") == results[-1]
+    assert ann.wait(f"{trained}:2") == step
+    ann.restore(trained)
+    assert ann.digest(trained) == step["state_digest"]
+    ann.service.stop()
 
 
 def test_a_model_can_be_saved_when_steps_are_no_longer_accepted(ann: Harness) -> None:

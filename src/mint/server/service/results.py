@@ -85,7 +85,7 @@ class Results:
             raise NotFoundError(
                 "has run, but its result is no longer kept: "
                 f"{RETAINED_RESULTS} later requests of its model have run since, or their results take "
-                f"{RETAINED_BYTES >> 20} MiB",
+                f"{RETAINED_BYTES >> 20} MiB, or more than a small part of what is left of max_journal_bytes",
                 field="request_id",
                 value=name,
                 remedy="Read the results of passes before you send so many more requests",
