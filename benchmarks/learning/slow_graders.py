@@ -1,11 +1,12 @@
 """How long a step waits for slow graders: rewards that take a fixed time, and when each group was sampled and graded.
 
-`python -m benchmarks.learning.slow_graders` runs both cases on the bundled model and prints a table. It measures the
-wall clock, so the machine must be quiet.
+`python -m benchmarks.learning.slow_graders [CASE …]` runs the cases on the bundled model and prints a table. It
+measures the wall clock, so the machine must be quiet.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import tempfile
@@ -33,6 +34,8 @@ class SlowMath(RLAdapter):
     def __init__(self, seconds: float) -> None:
         self.math = MathAdapter(seed=0)
         self.seconds = seconds
+        self.in_flight = 0
+        self.most_in_flight = 0
 
     def build_dataset(self) -> Sequence[Any]:
         """The items of the math task."""
@@ -44,7 +47,10 @@ class SlowMath(RLAdapter):
 
     async def compute_reward(self, response: str, item: Any) -> Reward:
         """The math reward after the wait. It may take half a second of another process: not in the event loop."""
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(self.seconds)
+        self.in_flight -= 1
         return await asyncio.to_thread(self.math.compute_reward, response, item)
 
     def close(self) -> None:
@@ -53,12 +59,16 @@ class SlowMath(RLAdapter):
 
 
 def measure(seconds: float, config: RLConfig) -> list[dict[str, Any]]:
-    """The last step's row of metrics, with the time that groups were graded while others were sampled."""
+    """The metrics of each step but the first, with how many groups were graded early, and the most verdicts at once."""
+    task = SlowMath(seconds)
     with tempfile.TemporaryDirectory() as folder:
-        result = run_grpo(SlowMath(seconds), config.changed(run_dir=Path(folder) / "run"))
+        result = run_grpo(task, config.changed(run_dir=Path(folder) / "run"))
         metrics = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
         timeline = [json.loads(line) for line in (result.run_dir / "timeline.jsonl").read_text().splitlines()]
-    return [{**row, "early": _graded_early(row["step"], timeline)} for row in metrics[1:]]
+    task.close()
+    return [
+        {**row, "early": _graded_early(row["step"], timeline), "in_flight": task.most_in_flight} for row in metrics[1:]
+    ]
 
 
 def _graded_early(step: int, timeline: Sequence[dict[str, Any]]) -> int:
@@ -70,8 +80,18 @@ def _graded_early(step: int, timeline: Sequence[dict[str, Any]]) -> int:
 
 def main() -> None:
     """Prints a table."""
-    table = Table("case", "rollout phase s", "sampling s", "after sampling s", "groups graded before the last sampled")
-    for name, (seconds, settings) in CASES.items():
+    table = Table(
+        "case",
+        "rollout phase s",
+        "sampling s",
+        "after sampling s",
+        "groups graded before the last sampled",
+        "most verdicts in flight",
+    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("case", nargs="*", default=list(CASES), help=" · ".join(CASES))
+    for name in parser.parse_args().case:
+        seconds, settings = CASES[name]
         for row in measure(seconds, DEMO.changed(steps=STEPS, heldout_size=0, **settings)):
             table.add_row(
                 name,
@@ -79,6 +99,7 @@ def main() -> None:
                 f"{row['time/sampling_s']:.2f}",
                 f"{row['time/grading_after_sampling_s']:.2f}",
                 f"{row['early']} of {settings['batch_size']}",
+                str(row["in_flight"]),
             )
     Console().print(table)
 
