@@ -1,10 +1,14 @@
 """Learning per sample and per second: mint's `run_grpo` against TRL's `GRPOTrainer`, whole runs of the same task.
 
-    python -m benchmarks.learning.against_trl [--seeds 3] [--steps 60] [--threads 1] [--peer trl] > rows.jsonl
+    python -m benchmarks.learning.against_trl [--task math|chain_sum] [--seed 0 …] [--steps N] [--threads 1]
+                                              [--peer trl …] [--plot FILE] > rows.jsonl
     python -m benchmarks.learning.against_trl --read rows.jsonl     summarises and plots earlier rows again
 
+`math` is the arithmetic task on the bundled model, `chain_sum` that of reasoning-gym on SmolLM2-135M-Instruct, as in
+`published_model` (`mint models pull SmolLM2-135M-Instruct`, and the `tasks` extra).
+
 Each run is one process; one run at a time, the sides in turns. Prints JSON lines: one for each (side, seed), then one
-for each peer that compares it with mint. Writes the curves to `--plot` (`docs/learning.png`), progress to stderr.
+for each peer that compares it with mint. Writes the curves to `--plot` if it is given, progress to stderr.
 Needs the `dev` extra. `benchmarks/README.md` says what is equal on both sides and what is not.
 """
 
@@ -28,27 +32,26 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from scipy.stats import t as student_t
+from tokenizers import Tokenizer
 
 from benchmarks.compare.contenders import KEEP_FREED_MEMORY, REMOTE_VARIABLES, cpu_name, peer_environment
-from benchmarks.compare.turns import ROOT, Worker
-from benchmarks.learning.mint_run import run_config
+from benchmarks.compare.turns import Worker
+from benchmarks.learning.mint_run import make_task, run_config
+from benchmarks.learning.published_model import MODEL, SUMS_HELDOUT
 from mint.config import read_settings
 from mint.errors import RequestFailedError
-from mint.models.registry import BUNDLED
-from mint.recipes.math import MathAdapter
-from mint.rl.estimate import wilson
+from mint.models.registry import resolve
+from mint.rl.estimate import interval
 from mint.rl.rollouts.item_order import ItemOrder
 
-PROMPTS, GROUP, MAX_TOKENS = 32, 8, 8
 RANK, ALPHA = 16, 32
-LEARNING_RATE, SCHEDULE = 3e-3, "linear"
-HELDOUT = 512
 WINDOW = 10
 """Steps whose mean is "the reward at" a step."""
 SHARE = 0.95
 """The second goal: this share of the way from the first step's reward to TRL's final reward."""
-PROBE_TOLERANCE = 1e-3
-TIMEOUT_S = 600.0
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 10.0}
+"""By how many nats the logprob of a fixed sequence may differ; bfloat16 (of 470) is rounded in other places."""
+TIMEOUT_S = 1800.0
 
 COLOURS = {"mint": "#0072B2", "trl": "#D55E00", "trl-best": "#009E73"}
 """Colours of Okabe and Ito, which the colour-blind tell apart."""
@@ -62,40 +65,89 @@ class Peer:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-BATCH = PROMPTS * GROUP
 PEERS = {
     "trl": Peer(),
-    "trl-best": Peer({"per_device_train_batch_size": BATCH // 4, "gradient_accumulation_steps": 4}, KEEP_FREED_MEMORY),
+    "trl-best": Peer({"gradient_accumulation_steps": 4}, KEEP_FREED_MEMORY),
 }
-"""TRL as its documentation has it, and with the fastest settings that were found for it."""
+"""TRL as its documentation has it, and with the fastest settings that were found for it: micro-batches of a quarter."""
 
 
-def make_spec(*, seed: int, steps: int, threads: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SharedTask:
+    """What both sides train on, and how. `reward` is a name of `answer_rewards`."""
+
+    title: str
+    base_model: str
+    reward: str
+    prompts: int
+    group: int
+    steps: int
+    max_tokens: int
+    learning_rate: float
+    schedule: str
+    heldout: int
+    dtype: str = "float32"
+    """Of the base model; loras and their optimizer are in float32."""
+    ends: tuple[str, ...] | None = None
+    """Tokens that end a completion; None: the model's own."""
+
+
+TASKS = {
+    "math": SharedTask("arithmetic questions, mint/tiny", "mint/tiny", "exact", 32, 8, 60, 8, 3e-3, "linear", 512),
+    "chain_sum": SharedTask(
+        "reasoning-gym chain_sum, SmolLM2-135M-Instruct",
+        MODEL,
+        "number",
+        prompts=8,
+        group=8,
+        steps=32,
+        max_tokens=6,
+        learning_rate=3e-4,
+        schedule="constant",
+        heldout=SUMS_HELDOUT,
+        dtype="bfloat16",
+        ends=("<|im_end|>", "\n"),
+    ),
+}
+
+
+def make_spec(name: str, *, seed: int, steps: int | None, threads: int) -> dict[str, Any]:
     """The spec for both sides. The prompts are in the order in which `run_grpo` takes them with this seed."""
-    task = MathAdapter(seed=seed, heldout_size=HELDOUT)
+    chosen = TASKS[name]
+    base = resolve(chosen.base_model, read_settings().model_aliases)
     spec: dict[str, Any] = {
-        "base_model": str(BUNDLED["mint/tiny"]),
+        "task": name,
+        "base_model": str(base),
         "seed": seed,
-        "steps": steps,
+        "steps": steps or chosen.steps,
         "threads": threads,
-        "dtype": "float32",
-        "prompts_per_step": PROMPTS,
-        "group_size": GROUP,
-        "max_tokens": MAX_TOKENS,
+        "dtype": chosen.dtype,
+        "prompts_per_step": chosen.prompts,
+        "group_size": chosen.group,
+        "max_tokens": chosen.max_tokens,
+        "end_token_ids": None if chosen.ends is None else token_ids(base, chosen.ends),
+        "reward": chosen.reward,
         "rank": RANK,
         "alpha": ALPHA,
-        "learning_rate": LEARNING_RATE,
-        "schedule": SCHEDULE,
+        "learning_rate": chosen.learning_rate,
+        "schedule": chosen.schedule,
         "probe_tokens": list(range(1, 41)),
-        "heldout": [(task.item_key(problem), problem.answer) for problem in task.build_heldout()],
         "work_dir": "",
     }
-    dataset = task.build_dataset()
-    asked = [dataset[place] for place in ItemOrder(len(dataset), run_config(spec)).take(1, steps * PROMPTS)]
+    task = make_task(spec)
+    dataset, count = task.build_dataset(), spec["steps"] * chosen.prompts
+    asked = [dataset[place] for place in ItemOrder(len(dataset), run_config(spec)).take(1, count)]
     return spec | {
+        "heldout": [(task.item_key(problem), problem.answer) for problem in task.build_heldout()[: chosen.heldout]],
         "prompts": [task.item_key(problem) for problem in asked],
         "solutions": [problem.answer for problem in asked],
     }
+
+
+def token_ids(base: Path, texts: Sequence[str]) -> list[int]:
+    """The ids of texts of one token each."""
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    return [tokenizer.encode(text, add_special_tokens=False).ids[0] for text in texts]
 
 
 def make_worker(side: str, spec: dict[str, Any], work_dir: Path, trl_python: Path) -> Worker:
@@ -114,7 +166,9 @@ def make_worker(side: str, spec: dict[str, Any], work_dir: Path, trl_python: Pat
             without=REMOTE_VARIABLES,
         )
     peer = PEERS[side]
-    path.write_text(json.dumps(own | {"overrides": {"lr_scheduler_type": SCHEDULE, **peer.overrides}}))
+    batch = spec["prompts_per_step"] * spec["group_size"] // peer.overrides.get("gradient_accumulation_steps", 1)
+    overrides = {"lr_scheduler_type": spec["schedule"], "per_device_train_batch_size": batch, **peer.overrides}
+    path.write_text(json.dumps(own | {"overrides": overrides}))
     return Worker(
         side,
         [str(trl_python), "-m", "benchmarks.learning.trl_run", str(path)],
@@ -139,6 +193,7 @@ def run_side(side: str, spec: dict[str, Any], trl_python: Path) -> dict[str, Any
     seconds = [step["at_s"] - facts["first_step_at_s"] for step in steps]
     return {
         "side": side,
+        "task": spec["task"],
         "seed": spec["seed"],
         "steps": spec["steps"],
         "samples": steps[-1]["samples"],
@@ -148,8 +203,8 @@ def run_side(side: str, spec: dict[str, Any], trl_python: Path) -> dict[str, Any
         "cpu_seconds": facts["cpu_seconds"],
         "reward_mean": statistics.fmean(step["reward"] for step in steps),
         "reward_final": float(smoothed([step["reward"] for step in steps])[-1]),
-        "heldout_greedy": share_right(facts["heldout_greedy"], len(spec["heldout"])),
-        "heldout_sampled": share_right(facts["heldout_sampled"], len(spec["heldout"])),
+        "heldout_greedy": reading(facts["heldout_greedy"]),
+        "heldout_sampled": reading(facts["heldout_sampled"]),
         "peak_rss_mib": peak_rss_bytes / 2**20,
         **{name: facts[name] for name in ("trained_parameters", "dtype", "threads", "probe_logprob", "versions")},
         "load_before": load_before,
@@ -159,10 +214,10 @@ def run_side(side: str, spec: dict[str, Any], trl_python: Path) -> dict[str, Any
     }
 
 
-def share_right(right: int, n: int) -> dict[str, float]:
-    """With Wilson's 95 % interval."""
-    low, high = wilson(right, n)
-    return {"mean": right / n, "low": low, "high": high, "n": n}
+def reading(rewards: Sequence[float]) -> dict[str, float]:
+    """The mean of rewards from 0 to 1, with its 95 % interval."""
+    mean, low, high = interval(rewards, proportion=True)
+    return {"mean": mean, "low": low, "high": high, "n": len(rewards)}
 
 
 def smoothed(rewards: Sequence[float]) -> np.ndarray:
@@ -184,12 +239,12 @@ def seconds_to(row: dict[str, Any], goal: float) -> float | None:
 def check_same_task(rows: Iterable[dict[str, Any]]) -> None:
     """Raises RequestFailedError unless all sides trained the same layers of the same base with the same budget."""
     rows = list(rows)
-    for name in ("steps", "samples", "trained_parameters", "dtype", "threads"):
+    for name in ("task", "steps", "samples", "trained_parameters", "dtype", "threads"):
         if len({row[name] for row in rows}) > 1:
             found = {row["side"]: row[name] for row in rows}
             raise RequestFailedError(f"the sides did not do the same: {name} is {found}")
     probes = [row["probe_logprob"] for row in rows]
-    if max(probes) - min(probes) > PROBE_TOLERANCE:
+    if max(probes) - min(probes) > PROBE_TOLERANCE[rows[0]["dtype"]]:
         raise RequestFailedError(f"the base models are not the same: a fixed sequence has the logprobs {probes}")
 
 
@@ -272,21 +327,22 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.legend(loc="lower right", frameon=False)
-    figure.suptitle(
-        f"mint/tiny, arithmetic questions, LoRA rank {RANK}, CPU threads: {threads}; {seeds} seeds (thin), mean (thick)"
-    )
+    title = TASKS[rows[0].get("task", "math")].title
+    figure.suptitle(f"{title}, LoRA rank {RANK}, CPU threads: {threads}; {seeds} seeds (thin), mean (thick)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def run_all(sides: Sequence[str], *, seeds: int, steps: int, threads: int) -> list[dict[str, Any]]:
+def run_all(
+    task: str, sides: Sequence[str], *, seeds: Sequence[int], steps: int | None, threads: int
+) -> list[dict[str, Any]]:
     """Every side with every seed, one after the other; every second seed in the opposite order."""
     say = Console(stderr=True, highlight=False).print
     python = peer_environment("trl", read_settings().home_dir).ensure(say)
     rows = []
-    for seed in range(seeds):
-        spec = make_spec(seed=seed, steps=steps, threads=threads)
-        for side in sides if seed % 2 == 0 else reversed(sides):
+    for place, seed in enumerate(seeds):
+        spec = make_spec(task, seed=seed, steps=steps, threads=threads)
+        for side in sides if place % 2 == 0 else reversed(sides):
             row = run_side(side, spec, python)
             say(
                 f"seed {seed}, {side}: {row['seconds']:.1f} s ({row['cpu_seconds']:.1f} s of CPU), reward "
@@ -300,16 +356,19 @@ def run_all(sides: Sequence[str], *, seeds: int, steps: int, threads: int) -> li
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--task", choices=list(TASKS), default="math")
+    parser.add_argument("--seed", action="append", type=int, help="default: 0, 1 and 2")
+    parser.add_argument("--steps", type=int, help="default: 60 of math, 32 of chain_sum")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", action="append", choices=list(PEERS))
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.png")
+    parser.add_argument("--plot", type=Path, help="where the picture goes (that of math: docs/learning.png)")
     parser.add_argument("--read", type=Path, metavar="ROWS", help="no runs: the rows of earlier ones")
     options = parser.parse_args()
     sides = ["mint", *(options.peer or ["trl"])]
     if options.read is None:
-        rows = run_all(sides, seeds=options.seeds, steps=options.steps, threads=options.threads)
+        rows = run_all(
+            options.task, sides, seeds=options.seed or range(3), steps=options.steps, threads=options.threads
+        )
     else:
         lines = [json.loads(line) for line in options.read.read_text().splitlines()]
         rows = [line for line in lines if "side" in line]
@@ -321,7 +380,8 @@ def main() -> None:
     for peer in PEERS:
         if by_side[peer]:
             print(json.dumps(compare(by_side["mint"], by_side[peer])))
-    plot([row for side in by_side.values() for row in side], options.plot)
+    if options.plot is not None:
+        plot([row for side in by_side.values() for row in side], options.plot)
 
 
 if __name__ == "__main__":

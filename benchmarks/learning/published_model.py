@@ -60,8 +60,16 @@ SHORT_CONSTRAINTS = (
 )
 """The constraints of IFEval that a sentence of 20 tokens can satisfy."""
 
-SOLVED = "State the final answer to the following arithmetic problem: 3 + 4 = 7\n"
-"""One solved question before each question of chain_sum."""
+CHAIN_SUM: dict[str, Any] = {
+    "heldout_size": SUMS_HELDOUT,
+    "prompt_style": "plain",
+    "instruction": "State the final answer to the following arithmetic problem: 3 + 4 = 7\n",
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 2,
+    "max_digits": 2,
+}
+"""Sums of two numbers of two digits, with one solved question before each."""
 
 
 class GuessTheNumber(TextArenaAdapter):
@@ -107,17 +115,7 @@ ENTRIES = {
 def make_task(name: str, seed: int) -> Task:
     """The task with its training items drawn by `seed`; the held-out items are the same for every seed."""
     if name == "sums":
-        return ReasoningGymAdapter(
-            "chain_sum",
-            seed=seed,
-            heldout_size=SUMS_HELDOUT,
-            prompt_style="plain",
-            instruction=SOLVED,
-            min_terms=2,
-            max_terms=2,
-            min_digits=2,
-            max_digits=2,
-        )
+        return ReasoningGymAdapter("chain_sum", seed=seed, **CHAIN_SUM)
     if name == "ifeval":
         return IFEvalAdapter(SHORT_CONSTRAINTS, seed=seed, heldout_size=HELDOUT)
     return GuessTheNumber(seed=seed)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 from typing_extensions import override
 
+from benchmarks.learning.answer_rewards import REWARDS
 from benchmarks.peers.trl import Turns, make_trainer
 
 HELDOUT_BATCH = 128
@@ -31,6 +32,7 @@ class Watch(Turns):
         super().__init__(answers, spec["probe_tokens"])
         self.spec = spec
         self.solution = dict(zip(spec["prompts"], spec["solutions"], strict=True))
+        self.grade = REWARDS[spec["reward"]]
         self.steps = self.samples = self.tokens = 0
         self.reward_sum = 0.0
 
@@ -38,7 +40,7 @@ class Watch(Turns):
     def reward(  # ty: ignore[incompatible-method-override]  # the trainer passes columns by name
         self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        """1 for the right answer and nothing else, 0 otherwise.
+        """What the spec's reward gives for each completion.
 
         Raises:
             RuntimeError: these are not the prompts of this step, in order.
@@ -47,7 +49,7 @@ class Watch(Turns):
         asked = self.spec["prompts"][first : first + self.spec["prompts_per_step"]]
         if prompts != [prompt for prompt in asked for _ in range(size)]:
             raise RuntimeError(f"step {self.steps + 1} was given other prompts than the spec has, or in another order")
-        rewards = [is_right(text, self.solution[prompt]) for prompt, text in zip(prompts, completions, strict=True)]
+        rewards = [self.grade(text, self.solution[prompt]) for prompt, text in zip(prompts, completions, strict=True)]
         self.samples += len(rewards)
         self.tokens += sum(len(ids) for ids in completion_ids)
         self.reward_sum = sum(rewards)
@@ -69,23 +71,18 @@ class Watch(Turns):
         return control
 
 
-def is_right(text: str, solution: str) -> float:
-    """Exact match, white space at the ends aside."""
-    return float(text.strip() == solution)
-
-
 @torch.no_grad()
-def count_right(model: Any, tokenizer: Any, spec: dict[str, Any], *, sampled: bool) -> int:
-    """How many of the held-out questions are answered rightly, greedily or by a sample at temperature 1."""
+def heldout_rewards(model: Any, tokenizer: Any, spec: dict[str, Any], *, sampled: bool) -> list[float]:
+    """The reward of each held-out question, answered greedily or by a sample at temperature 1."""
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
-    right = 0.0
+    grade, rewards = REWARDS[spec["reward"]], []
     for first in range(0, len(spec["heldout"]), HELDOUT_BATCH):
         asked = spec["heldout"][first : first + HELDOUT_BATCH]
         batch = tokenizer([prompt for prompt, _ in asked], return_tensors="pt", padding=True, padding_side="left")
         output = model.generate(**batch, max_new_tokens=spec["max_tokens"], **how)
         texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(is_right(text, solution) for text, (_, solution) in zip(texts, asked, strict=True))
-    return int(right)
+        rewards += [grade(text, solution) for text, (_, solution) in zip(texts, asked, strict=True)]
+    return rewards
 
 
 def main() -> None:
@@ -103,8 +100,8 @@ def main() -> None:
         first_step_at_s=watch.began_s,
         cpu_seconds=watch.cpu_s,
         tokens=watch.tokens,
-        heldout_greedy=count_right(model, tokenizer, spec, sampled=False),
-        heldout_sampled=count_right(model, tokenizer, spec, sampled=True),
+        heldout_greedy=heldout_rewards(model, tokenizer, spec, sampled=False),
+        heldout_sampled=heldout_rewards(model, tokenizer, spec, sampled=True),
         versions={name: importlib.metadata.version(name) for name in ("trl", "transformers", "peft", "torch")},
     )
 

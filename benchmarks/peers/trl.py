@@ -129,8 +129,11 @@ def make_trainer(spec: dict[str, Any], turns: Turns) -> GRPOTrainer:
         "disable_tqdm": True,
         "seed": spec["seed"],
     }
+    model = AutoModelForCausalLM.from_pretrained(spec["base_model"], dtype=getattr(torch, spec["dtype"]))
+    if spec.get("end_token_ids"):
+        model.generation_config.eos_token_id = spec["end_token_ids"]  # the trainer reads them from here
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(spec["base_model"], dtype=getattr(torch, spec["dtype"])),
+        model=model,
         processing_class=AutoTokenizer.from_pretrained(spec["base_model"]),
         args=GRPOConfig(**(settings | spec["overrides"])),
         reward_funcs=turns.reward,
