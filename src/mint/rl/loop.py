@@ -19,7 +19,7 @@ import numpy as np
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, as_task, task_name
-from mint.rl.analysis.diagnosis import diagnose
+from mint.rl.analysis.diagnosis import diagnose, is_contradicted
 from mint.rl.analysis.run_record import RunRecord
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.config import RLConfig
@@ -203,7 +203,7 @@ class _RLRun:
             state_digest=self.state_digest,
             heldout_before=before,
             heldout_after=after,
-            findings=list(frame.findings.values()),
+            findings=[one for one in frame.findings.values() if not is_contradicted(one, self._run_record())],
             best_checkpoint=self.heldout.best_checkpoint,
             stopped_by=frame.stopped_by,
         )
@@ -311,17 +311,20 @@ class _RLRun:
     def _diagnose(self, step: int, findings: Sequence[Finding], *, over: bool = False) -> None:
         """Notes `findings` and those of the diagnosis of `step`; a run that is `over` cannot be stopped any more."""
         frame = self.frame
-        record = RunRecord(
-            config=frame.described,
-            metrics=frame.metrics,
+        for finding in [*findings, *diagnose(self._run_record(), since=step - 1, known=frame.findings.values())]:
+            collapsed = finding.severity == "error" and finding.code in COLLAPSES
+            if frame.note(finding) and collapsed and self.config.on_collapse != "warn" and not over:
+                frame.stop(finding)
+
+    def _run_record(self) -> RunRecord:
+        """What the diagnosis reads."""
+        return RunRecord(
+            config=self.frame.described,
+            metrics=self.frame.metrics,
             evaluations=self.heldout.rows,
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
-        for finding in [*findings, *diagnose(record, since=step - 1, known=frame.findings.values())]:
-            collapsed = finding.severity == "error" and finding.code in COLLAPSES
-            if frame.note(finding) and collapsed and self.config.on_collapse != "warn" and not over:
-                frame.stop(finding)
 
 
 def _heldout_overlap(count: int, heldout: int) -> Finding:

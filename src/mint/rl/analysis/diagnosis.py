@@ -152,6 +152,12 @@ def diagnose(record: RunRecord, *, since: int = 0, known: Iterable[Finding] = ()
     return list(found.values())
 
 
+def is_contradicted(finding: Finding, record: RunRecord) -> bool:
+    """Whether the end of the run does not show any more what a finding of an earlier step says: a gain came later, in
+    training or in the last held-out evaluation."""
+    return finding.code == "no_progress" and no_progress(record.at(len(record.metrics) - 1)) is None
+
+
 def _explained(finding: Finding, causes: Iterable[Finding]) -> Finding:
     """Turns an error that a known error explains into a warning that names the cause."""
     if finding.severity != "error":

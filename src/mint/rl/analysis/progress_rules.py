@@ -11,7 +11,8 @@ import statistics
 from mint.rl.analysis.policy_rules import ROSE_Z, TOO_LARGE_STEP, first_order_gain
 from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW
-from mint.rl.analysis.step_statistics import best_window, metric, reward_trend, reward_window
+from mint.rl.analysis.step_statistics import best_window, metric, reward_change, reward_trend, reward_window
+from mint.rl.estimate import Z95
 from mint.rl.finding import Finding
 
 PATIENCE = 25
@@ -21,8 +22,17 @@ RISING_Z = 2.0
 """Standard errors of the trend from which a run makes progress."""
 
 SMALL_GAIN = 0.35
-"""A run makes no progress if it has surely (97.5 %) gained less than this share of the reward that was missing. A run
-of so few rollouts that its gain may be larger is not judged."""
+"""A run makes no progress if it has surely gained less than this share of the reward that was missing. A run of so few
+rollouts that its gain may be larger is not judged."""
+
+SURE_Z = 1.7
+"""Standard errors of a one-sided 95 % interval (Student's t with about 25 degrees of freedom)."""
+
+START_STEPS = 5
+"""The steps whose mean is the start of a run that rises early and then stays at its level."""
+
+LOOK_AHEAD = 2.0
+"""A steady gain may go on: up to the planned steps, and at most to this many times those made."""
 
 NEARLY_ALL = 0.9
 """Share of the reward's range above which there is too little left to gain."""
@@ -57,25 +67,31 @@ def no_progress(view: StepView) -> Finding | None:
     warmup = int(view.config.get("lr_warmup_steps") or 0)
     if with_signal < PATIENCE + warmup or view.only_compares or view.config.get("curriculum"):
         return None
-    trend = reward_trend(view.metrics)
-    start = reward_window(view.metrics[:CHANGE_WINDOW])
-    span = view.reward_ceiling - view.reward_floor
+    planned = int(view.config.get("steps") or 0)
+    if view.step == planned and len(view.evaluations) > 0 and int(view.evaluations[-1]["step"]) < planned:
+        return None  # the last held-out evaluation comes next, and says more
+    line, change = reward_trend(view.metrics), reward_change(view.metrics, START_STEPS)
+    start = reward_window(view.metrics[:START_STEPS])
     missing = view.reward_ceiling - start.mean
-    if trend.rise >= RISING_Z * trend.error or _is_falling(view) or missing < (1 - NEARLY_ALL) * span:
+    if missing < (1 - NEARLY_ALL) * (view.reward_ceiling - view.reward_floor):
         return None
-    if trend.rise + 1.96 * trend.error >= SMALL_GAIN * missing or _heldout_rose(view):
+    if any(rise.rise >= RISING_Z * rise.scatter for rise in (line, change)) or _heldout_rose(view) or _is_falling(view):
+        return None
+    ahead = min(LOOK_AHEAD, max(1.0, planned / len(view.metrics)))
+    most = max(ahead * (line.rise + SURE_Z * line.scatter), change.rise + SURE_Z * change.scatter)
+    if most >= SMALL_GAIN * missing:
         return None
     return Finding(
         "no_progress",
         "warning",
         view.step,
         f"{with_signal} steps had a signal, but the mean reward, {start.mean:.3f} at the start, has changed by "
-        f"{trend.rise:+.3f} (95 %: {trend.rise - 1.96 * trend.error:+.3f} to {trend.rise + 1.96 * trend.error:+.3f}) "
-        "along its trend, and no held-out evaluation shows a gain",
+        f"{line.rise:+.3f} along its trend and by {change.rise:+.3f} since the first {START_STEPS} steps (standard "
+        f"errors {line.scatter:.3f} and {change.scatter:.3f}), and no held-out evaluation shows a gain",
         "Read some completions with their rewards: does the prompt say what will be rewarded? Grade one completion "
         "twice. Then raise learning_rate or batch_size, use easier items or partial credit, or start with "
         "SFT (init_from=…)",
-        {"rise": trend.rise, "error": trend.error, "steps_with_signal": float(with_signal)},
+        {"rise": line.rise, "error": line.scatter, "change": change.rise, "steps_with_signal": float(with_signal)},
     )
 
 
@@ -143,8 +159,7 @@ def overfitting(view: StepView) -> Finding | None:
     now = reward_window(view.last(CHANGE_WINDOW))
     gain = now.mean - before.mean
     heldout = last["mean"] - first["mean"]
-    noise = now.mean_error**2 + before.mean_error**2
-    noise += sum(((row["high"] - row["low"]) / 3.92) ** 2 for row in (first, last))
+    noise = now.mean_error**2 + before.mean_error**2 + _error(first, last) ** 2
     if now.above(before) < ROSE_Z or heldout > LEARNED_BY_HEART * gain or gain - heldout < ROSE_Z * math.sqrt(noise):
         return None
     prompts, groups = _prompts(view)
@@ -176,6 +191,11 @@ def _heldout_rose(view: StepView) -> bool:
         first.setdefault((row["set"], row["temperature"]), row)
         last[row["set"], row["temperature"]] = row
     return any(last[of]["low"] > row["high"] for of, row in first.items())
+
+
+def _error(first: Row, second: Row) -> float:
+    """The standard error of the difference of two readings, from their 95 % intervals."""
+    return math.hypot(*((row["high"] - row["low"]) / (2 * Z95) for row in (first, second)))
 
 
 def _prompts(view: StepView) -> tuple[int, int]:

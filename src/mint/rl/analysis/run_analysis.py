@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mint.errors import InvalidRequestError
 from mint.rl.analysis.bisect import Regression, find_regression
-from mint.rl.analysis.diagnosis import diagnose
+from mint.rl.analysis.diagnosis import diagnose, is_contradicted
 from mint.rl.analysis.run_record import Row, RunRecord
 from mint.rl.estimate import Estimate, wilson
 from mint.rl.finding import Finding
@@ -49,7 +49,8 @@ class _RolloutsByStep(Mapping[int, list[Row]]):
 
 
 def diagnose_run(folder: Path) -> list[Finding]:
-    """Diagnoses the whole log of a run; adds the findings of the live run that the log alone does not show.
+    """Diagnoses the whole log of a run; adds the findings of the live run that the log alone does not show, and leaves
+    out those that the end of the run contradicts.
 
     Raises:
         NotFoundError: the folder holds no run.
@@ -65,7 +66,8 @@ def diagnose_run(folder: Path) -> list[Finding]:
     )
     found = diagnose(record)
     codes = {finding.code for finding in found}
-    return sorted([*found, *(finding for finding in noted if finding.code not in codes)], key=lambda one: one.step)
+    findings = [*found, *(finding for finding in noted if finding.code not in codes)]
+    return sorted((one for one in findings if not is_contradicted(one, record)), key=lambda one: one.step)
 
 
 def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regression:

@@ -104,30 +104,57 @@ def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> Re
 
 @dataclass(frozen=True)
 class RewardTrend:
-    """The rise of the mean reward from the first to the last step along a straight line, and its standard error."""
+    """By how much the mean reward has risen, and the standard error of this number.
+
+    `scatter` is the error from the scatter of the steps alone. `error` is not below what the rollouts within the steps
+    let expect, so it is the larger one where few steps happen to lie close together.
+    """
 
     rise: float
     error: float
+    scatter: float
 
 
 def reward_trend(steps: Sequence[StepMetrics]) -> RewardTrend:
-    """The least-squares line through the mean rewards of the steps with graded rollouts.
-
-    The variance of one step is that of its rollouts, or the one around the line if that is larger.
-    """
-    windows = [window for step in steps if (window := reward_window([step])).count]
+    """The rise from the first to the last step along the least-squares line through the mean rewards of the steps with
+    graded rollouts."""
+    windows = _graded_windows(steps)
     count = len(windows)
     if count < 3:
-        return RewardTrend(0.0, math.inf)
+        return RewardTrend(0.0, math.inf, math.inf)
     places = [place - (count - 1) / 2 for place in range(count)]
     spread = sum(place**2 for place in places)
     mean_reward = sum(window.mean for window in windows) / count
     slope = sum(place * window.mean for place, window in zip(places, windows, strict=True)) / spread
-    rest = sum(
-        (window.mean - mean_reward - slope * place) ** 2 for place, window in zip(places, windows, strict=True)
-    ) / (count - 2)
-    within = sum(window.mean_error**2 for window in windows) / count
-    return RewardTrend(slope * (count - 1), (count - 1) * math.sqrt(max(rest, within) / spread))
+    residuals = [window.mean - mean_reward - slope * place for place, window in zip(places, windows, strict=True)]
+    return _trend(slope * (count - 1), (count - 1) ** 2 / spread, windows, residuals)
+
+
+def reward_change(steps: Sequence[StepMetrics], first: int) -> RewardTrend:
+    """The mean of the steps after the first `first` ones minus the mean of these, over steps with graded rollouts.
+
+    A line through all steps says little of a run that rises early and then stays at its level; this difference says
+    more.
+    """
+    windows = _graded_windows(steps)
+    early, late = windows[:first], windows[first:]
+    if len(early) < 2 or len(late) < 2:
+        return RewardTrend(0.0, math.inf, math.inf)
+    means = [sum(window.mean for window in part) / len(part) for part in (early, late)]
+    residuals = [window.mean - mean for part, mean in zip((early, late), means, strict=True) for window in part]
+    return _trend(means[1] - means[0], 1 / len(early) + 1 / len(late), windows, residuals)
+
+
+def _graded_windows(steps: Sequence[StepMetrics]) -> list[RewardWindow]:
+    """The mean reward of each step with graded rollouts."""
+    return [window for step in steps if (window := reward_window([step])).count]
+
+
+def _trend(rise: float, factor: float, windows: Sequence[RewardWindow], residuals: Sequence[float]) -> RewardTrend:
+    """`factor` times the variance of one step is the variance of `rise`. The residuals are those of two parameters."""
+    rest = sum(residual**2 for residual in residuals) / (len(windows) - 2)
+    within = sum(window.mean_error**2 for window in windows) / len(windows)
+    return RewardTrend(rise, math.sqrt(factor * max(rest, within)), math.sqrt(factor * rest))
 
 
 def best_window(steps: Sequence[StepMetrics], longest: int) -> tuple[int, RewardWindow] | None:
