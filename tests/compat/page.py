@@ -28,6 +28,17 @@ def matrix(results: Mapping[str, Outcomes]) -> str:
     return "\n".join([*lines, *_notes(results)])
 
 
+def client_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each client package: its version, the day of the run, and the checks that passed or failed."""
+    lines = ["| client | version | run on | what ran |", "|---|---|---|---|"]
+    for name, result in results.items():
+        package, *others = [f"{other} {version}" for other, version in result["versions"].items()]
+        over = f" over {', '.join(others)}" if others else ""
+        ran = "; ".join(f"{MARKS[row['outcome']]} {_escaped(row['name'])}" for row in result["rows"])
+        lines.append(f"| {name} | {package}{over} | {result['date']} | {ran} |")
+    return "\n".join(lines)
+
+
 def _cell(rows: Outcomes, name: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["name"] == name), {"outcome": "failed", "detail": "the driver ended early"})
 

@@ -50,6 +50,19 @@ TOOLKIT = "mindlab-toolkit==0.2.0"
 """MinT's own package over tinker 0.22.0."""
 
 
+CLIENTS: dict[str, tuple[str, ...]] = {
+    "openai 3": ("openai==3.54.0",),
+    "openai 2": ("openai==2.54.0",),
+    "litellm": ("litellm==1.106.2", "mcp"),  # mcp: not declared, and imported where tools are used
+    "instructor": ("instructor==1.17.0",),
+    "langchain": ("langchain==1.4.7", "langchain-openai==1.7.3"),
+    "lm-eval": ("lm_eval[api]==0.4.13", "transformers>=5.17,<6"),
+    "inspect-ai": ("inspect-ai==0.3.285", "openai>=3,<4"),
+    "verifiers": ("verifiers==0.4.0", "uv"),  # uv: with it vf-eval starts its agents
+}
+"""Clients of OpenAI's protocol, each in an environment of its own."""
+
+
 def peers_home() -> Path:
     """Where environments are kept between runs."""
     return Path(os.environ.get("MINT_COMPAT_HOME", "~/.mint/peers")).expanduser()
@@ -68,17 +81,19 @@ class SdkEnvironment:
     def python(self) -> Path:
         return self.folder / "bin" / "python"
 
-    def ensure(self, torch_python: Path) -> Path:
-        """Installs what is missing, and returns the interpreter; torch comes from the environment of `torch_python`."""
-        wanted = [*self.requirements, *self.without_dependencies, str(torch_python)]
+    def ensure(self, torch_python: Path | None = None) -> Path:
+        """Installs what is missing, and returns the interpreter; torch, if it is wanted, comes from the environment of
+        `torch_python`."""
+        wanted = [*self.requirements, *self.without_dependencies, *([str(torch_python)] if torch_python else [])]
         stamp = self.folder / STAMP_FILE
         if stamp.exists() and json.loads(stamp.read_text()) == wanted:
             return self.python
         if self.folder.exists():
             shutil.rmtree(self.folder)
         run([sys.executable, "-m", "venv", str(self.folder)])
-        site = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-        (self.folder / site / "shared-torch.pth").write_text(f"{torch_python.parent.parent / site}\n")
+        if torch_python is not None:
+            site = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+            (self.folder / site / "shared-torch.pth").write_text(f"{torch_python.parent.parent / site}\n")
         self._install(self.requirements)
         if self.without_dependencies:
             self._install(("--no-deps", *self.without_dependencies))
@@ -111,3 +126,8 @@ def toolkit_python() -> Path:
     """The interpreter of an environment with MinT's own package."""
     requirements = (TOOLKIT, "numpy>=2", "transformers>=5.17,<6")
     return SdkEnvironment(peers_home() / "mindlab-toolkit", requirements).ensure(torch_python())
+
+
+def client_python(name: str) -> Path:
+    """The interpreter of an environment with a client of OpenAI's protocol."""
+    return SdkEnvironment(peers_home() / name.replace(" ", "-"), CLIENTS[name]).ensure()

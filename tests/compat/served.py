@@ -21,6 +21,7 @@ from mint.models.registry import BUNDLED
 
 MINT = [sys.executable, "-c", "from mint.cli.main import app; app()"]
 START_PATIENCE_S = 60.0
+KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ class Served:
         cwd: Path,
         timeout_s: float,
         variables: str = "TINKER",
+        path: str = "",
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a script there. Its environment names the server and a key, in variables that begin so, and nothing else
-        of ours."""
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
+        """Runs a script there. Its environment names the server, up to `path`, and a key, in variables that begin so,
+        and nothing else of ours."""
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment = {
             **kept,
-            f"{variables}_BASE_URL": self.url,
+            f"{variables}_BASE_URL": f"{self.url}{path}",
             f"{variables}_API_KEY": self.key(owner),
             "HF_HUB_OFFLINE": "1",  # a machine without a network fails at once instead of after a minute
             "OMP_NUM_THREADS": "1",
