@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
 import httpx
+import openai.types.responses.input_token_count_params as count_params
 import openai.types.responses.response_create_params as params
 import pytest
 from field_checks import ODD, check_field, check_refused, names_of
@@ -19,10 +20,11 @@ from openai_server import MODEL
 
 from mint.server.openai.schemas import SamplingOptions
 from mint.server.responses_api import schemas
-from mint.server.responses_api.schemas import ResponsesRequest
+from mint.server.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from mint.server.strict_fields import StrictFields
 
 PATH = "/v1/responses"
+COUNT_PATH = "/v1/responses/input_tokens"
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 ASKED: dict[str, Any] = {"model": MODEL, "input": [USER], "max_output_tokens": 1}
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": None, "strict": None}
@@ -40,6 +42,12 @@ def test_every_field_of_a_request_is_honoured_or_refused_by_name(http: httpx.Cli
     if name == "input":
         assert http.post(PATH, json={**ASKED, "input": "odd"}).status_code == 200
     check_field(http, PATH, ASKED, name, honoured=honoured, labels=LABELS)
+
+
+@pytest.mark.parametrize("name", names_of(count_params.InputTokenCountParams))
+def test_every_field_of_a_count_is_honoured_or_refused_by_name(http: httpx.Client, name: str) -> None:
+    asked = {"model": MODEL, "input": [USER]}
+    check_field(http, COUNT_PATH, asked, name, honoured=InputTokensRequest.model_fields)
 
 
 def in_message(part: dict[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,13 @@ def test_logprobs_are_those_of_chat(client: openai.OpenAI) -> None:
     assert client.responses.create(**{**ASKED, "input": told}).output_text
 
 
+def test_tokens_are_counted_as_a_response_counts_them(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": INPUT, "instructions": "Be brief.", "tools": [CALCULATOR]}
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+
+
 def test_metadata_and_settings_come_back(client: openai.OpenAI) -> None:
     got = client.responses.create(**ASKED, metadata={"a": "b"}, tools=[CALCULATOR], store=False, truncation="disabled")
     assert (got.metadata, got.temperature, got.max_output_tokens) == ({"a": "b"}, 0.0, 60)

@@ -88,6 +88,7 @@ VALUES: Mapping[str, Any] = {
     "optimizer": False,
     "SampleRequest.prompt": sample_body("", 0)["prompt"],
     "CompletionRequest.prompt": "Hi",
+    "InputTokensRequest.input": "Hi",
     "ResponsesRequest.input": "Hi",
     "max_output_tokens": 2,
     "lora_name": "named",

@@ -175,6 +175,8 @@ def _sentence(row: RouteRow) -> str:
 def _group(row: RouteRow) -> str:
     if row.path.startswith(wire.API_PREFIX):
         return "training and sampling"
+    if "/v1/messages" in row.path:
+        return "Anthropic-compatible"
     return "OpenAI-compatible" if "/v1/" in row.path else "operations"
 
 

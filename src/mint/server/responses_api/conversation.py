@@ -24,6 +24,7 @@ from mint.server.responses_api.schemas import (
     FunctionOutputItem,
     InputItem,
     InputMessage,
+    InputTokensRequest,
     NamedFunction,
     ResponsesRequest,
     TextPart,
@@ -32,7 +33,7 @@ from mint.server.service.service import Service
 from mint.server.strict_fields import read_fields
 
 
-def read_response_request(service: Service, caller: Caller, request: ResponsesRequest) -> GenerationRequest:
+def read_response_request(service: Service, caller: Caller, request: InputTokensRequest) -> GenerationRequest:
     """Reads a request; slow (tokenizer).
 
     Raises:
@@ -45,25 +46,24 @@ def read_response_request(service: Service, caller: Caller, request: ResponsesRe
     return generation
 
 
-def chat_request(request: ResponsesRequest) -> ChatRequest:
+def chat_request(request: InputTokensRequest) -> ChatRequest:
     """The same request as `/v1/chat/completions` would have it."""
     messages = [] if request.instructions is None else [ChatMessage(role="system", content=request.instructions)]
-    return read_fields(
-        ChatRequest,
-        {
-            "model": request.model,
-            "messages": [*messages, *_messages(request.input)],
-            "max_completion_tokens": request.max_output_tokens,
-            "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in request.offered_tools],
-            "tool_choice": _tool_choice(request),
-            "parallel_tool_calls": request.parallel_tool_calls,
-            "response_format": _response_format(request),
-            "logprobs": LOGPROBS in request.include,
-            "top_logprobs": request.top_logprobs,
-            "chat_template_kwargs": request.chat_template_kwargs,
-            **{name: getattr(request, name) for name in SamplingOptions.model_fields},
-        },
-    )
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": [*messages, *_messages(request.input)],
+        "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in request.offered_tools],
+        "tool_choice": _tool_choice(request),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _response_format(request),
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    if isinstance(request, ResponsesRequest):
+        fields |= {name: getattr(request, name) for name in SamplingOptions.model_fields}
+        fields["max_completion_tokens"] = request.max_output_tokens
+        fields["logprobs"] = LOGPROBS in request.include
+        fields["top_logprobs"] = request.top_logprobs
+    return read_fields(ChatRequest, fields)
 
 
 def _messages(items: Sequence[InputItem]) -> list[ChatMessage]:
@@ -99,14 +99,14 @@ def _tool(name: str, description: str | None, parameters: dict[str, Any] | None)
     return ChatTool(type="function", function=function)
 
 
-def _tool_choice(request: ResponsesRequest) -> Any:
+def _tool_choice(request: InputTokensRequest) -> Any:
     choice = request.tool_choice
     if isinstance(choice, NamedFunction):
         return {"type": "function", "function": {"name": choice.name}}
     return choice.mode if isinstance(choice, AllowedTools) else choice
 
 
-def _response_format(request: ResponsesRequest) -> Any:
+def _response_format(request: InputTokensRequest) -> Any:
     wanted = request.text.format
     if wanted.type == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}

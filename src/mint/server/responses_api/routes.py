@@ -1,16 +1,17 @@
-"""The route of OpenAI's Responses API. No response is stored, so there are no routes to read or delete one."""
+"""The routes of OpenAI's Responses API. No response is stored, so there are no routes to read or delete one."""
 
 from __future__ import annotations
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from mint.server.http.route_table import Call, RouteRow
-from mint.server.openai.delivery import deliver
+from mint.server.http.route_table import Call, Operation, RouteRow
+from mint.server.openai.delivery import deliver, respond
 from mint.server.openai.errors import refuse
 from mint.server.openai.routes import PREFIXES
 from mint.server.openai.schemas import ErrorBody
 from mint.server.responses_api.conversation import read_response_request
-from mint.server.responses_api.schemas import ModelResponse, ResponsesRequest
+from mint.server.responses_api.schemas import InputTokens, InputTokensRequest, ModelResponse, ResponsesRequest
 from mint.server.responses_api.writer import ResponseWriter
 from mint.server.strict_fields import read_json
 
@@ -22,17 +23,32 @@ async def responses(call: Call) -> Response:
     return await deliver(call, generation, ResponseWriter(request, generation), stream=request.stream)
 
 
-ROUTES: tuple[RouteRow, ...] = tuple(
-    RouteRow(
+async def input_tokens(call: Call) -> Response:
+    """The number of tokens of a conversation."""
+    request = await call.run_blocking(read_json, InputTokensRequest, call.body)
+    generation = await call.run_blocking(read_response_request, call.service, call.caller, request)
+    return respond(InputTokens(input_tokens=len(generation.prompts[0])))
+
+
+def _row(path: str, operation: Operation, request: type[BaseModel], response: type[BaseModel]) -> RouteRow:
+    return RouteRow(
         "POST",
-        f"{prefix}/responses",
-        responses,
-        ResponsesRequest,
-        ModelResponse,
+        path,
+        operation,
+        request,
+        response,
         refuse=refuse,
         refusal=ErrorBody,
-        streams=True,
+        streams=operation is responses,
         waits_for_disk=False,
     )
+
+
+ROUTES: tuple[RouteRow, ...] = tuple(
+    row
     for prefix in PREFIXES
+    for row in (
+        _row(f"{prefix}/responses", responses, ResponsesRequest, ModelResponse),
+        _row(f"{prefix}/responses/input_tokens", input_tokens, InputTokensRequest, InputTokens),
+    )
 )

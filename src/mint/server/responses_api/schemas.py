@@ -38,25 +38,30 @@ _NO_TURNS = "Leave it out: requests of all owners take turns"
 _NO_PROGRAMS = "Leave it out: your program calls the functions"
 
 _REFUSED: Refusals = {
-    "access_programs": ((), "Leave it out: there are no such programs here"),
-    "background": ((False,), "Leave it out, and stream the response"),
-    "background_options": (({},), "Leave it out, and stream the response"),
-    "context_management": (([],), "Shorten the conversation on your side"),
     "conversation": ((), _NO_STORE),
-    "image": (({},), _ONLY_TEXT),
-    "max_tool_calls": ((), "Leave it out: it limits tools that run on the server, and there are none"),
-    "moderation": ((), "Check the text on your side"),
     "previous_response_id": ((), _NO_STORE),
-    "prompt": ((), "Pass the text as `input`: no prompts are stored"),
-    "prompt_cache_options": (({},), "Leave it out: prompts are cached in any case"),
     "reasoning": (
         ({}, {"effort": None}, {"effort": "none"}),
         "Pass what the chat template reads in chat_template_kwargs",
     ),
-    "service_tier": (("auto", "default"), _NO_TURNS),
-    "store": ((False,), _NO_STORE),
     "truncation": (("disabled",), "Shorten the conversation on your side"),
 }
+"""Of a conversation."""
+
+_REFUSED_IN_RESPONSES: Refusals = {
+    "access_programs": ((), "Leave it out: there are no such programs here"),
+    "background": ((False,), "Leave it out, and stream the response"),
+    "background_options": (({},), "Leave it out, and stream the response"),
+    "context_management": (([],), "Shorten the conversation on your side"),
+    "image": (({},), _ONLY_TEXT),
+    "max_tool_calls": ((), "Leave it out: it limits tools that run on the server, and there are none"),
+    "moderation": ((), "Check the text on your side"),
+    "prompt": ((), "Pass the text as `input`: no prompts are stored"),
+    "prompt_cache_options": (({},), "Leave it out: prompts are cached in any case"),
+    "service_tier": (("auto", "default"), _NO_TURNS),
+    "store": ((False,), _NO_STORE),
+}
+"""Of a request for a reply."""
 
 _LABELS = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
 """Labels for the records of a provider, and hints for its cache."""
@@ -247,14 +252,13 @@ class ResponseStreamOptions(StrictFields):
     refused: ClassVar[Refusals] = {"include_obfuscation": ((False,), "Leave it out: events are not padded")}
 
 
-class ResponsesRequest(SamplingOptions):
-    """Asks for the next message, or the next calls, of a conversation.
+class InputTokensRequest(StrictFields):
+    """Asks for the number of tokens of a conversation. `chat_template_kwargs` is vLLM's."""
 
-    What `SamplingOptions` has besides OpenAI's fields is vLLM's, and so is `chat_template_kwargs`.
-    """
-
-    refused: ClassVar[Refusals] = _REFUSED
-    labels: ClassVar[frozenset[str]] = _LABELS
+    refused: ClassVar[Refusals] = {
+        **_REFUSED,
+        "personality": ((), "Describe it in `instructions`"),
+    }
 
     model: str
     input: Annotated[
@@ -263,27 +267,14 @@ class ResponsesRequest(SamplingOptions):
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: FunctionChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)
-    include: list[str] = Field(default_factory=list)
-    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    stream: bool = False
-    stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check(self) -> ResponsesRequest:
-        unknown = next((name for name in self.include if name != LOGPROBS), None)
-        if unknown is not None:
-            remedy = f'Leave it out: only "{LOGPROBS}" can be included'
-            raise InvalidRequestError("is not supported", field="include", value=unknown, remedy=remedy)
-        if self.top_logprobs and LOGPROBS not in self.include:
-            remedy = f'Pass include=["{LOGPROBS}"] with it'
-            raise InvalidRequestError("needs logprobs", field="top_logprobs", value=self.top_logprobs, remedy=remedy)
+    def _check_choice(self) -> InputTokensRequest:
         known = {tool.name for tool in self.tools}
         wrong = next((name for name in self._chosen_names if name not in known), None)
         if wrong is not None:
@@ -303,6 +294,34 @@ class ResponsesRequest(SamplingOptions):
         if isinstance(self.tool_choice, NamedFunction):
             return [self.tool_choice.name]
         return [tool.name for tool in self.tool_choice.tools] if isinstance(self.tool_choice, AllowedTools) else []
+
+
+class ResponsesRequest(InputTokensRequest, SamplingOptions):
+    """Asks for the next message, or the next calls, of a conversation.
+
+    What `SamplingOptions` has besides OpenAI's fields is vLLM's.
+    """
+
+    refused: ClassVar[Refusals] = {**_REFUSED, **_REFUSED_IN_RESPONSES}
+    labels: ClassVar[frozenset[str]] = _LABELS
+
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    include: list[str] = Field(default_factory=list)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesRequest:
+        unknown = next((name for name in self.include if name != LOGPROBS), None)
+        if unknown is not None:
+            remedy = f'Leave it out: only "{LOGPROBS}" can be included'
+            raise InvalidRequestError("is not supported", field="include", value=unknown, remedy=remedy)
+        if self.top_logprobs and LOGPROBS not in self.include:
+            remedy = f'Pass include=["{LOGPROBS}"] with it'
+            raise InvalidRequestError("needs logprobs", field="top_logprobs", value=self.top_logprobs, remedy=remedy)
+        return self
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -418,3 +437,10 @@ class ResponseEvent(BaseModel):
     name: str | None = OPTIONAL
     arguments: str | None = OPTIONAL
     logprobs: list[ChatTokenLogprob] | None = OPTIONAL
+
+
+class InputTokens(BaseModel):
+    """How many tokens a conversation has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
