@@ -22,16 +22,17 @@ def load_lora(service: Service, caller: Caller, request: LoadLoraRequest) -> str
 
     Raises:
         InvalidRequestError: the name is none that can be given, or the path is no path of a checkpoint.
-        ConflictError: the name is that of another model.
+        ConflictError: the name is that of a base model, or is loaded already.
         NotFoundError: there is no such checkpoint for this caller.
         CheckpointError: the checkpoint is damaged.
     """
     name, path = request.lora_name, request.lora_path
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS or "://" in name or name.startswith("ckpt_"):
-        remedy = f"Pass 1 to {MAX_NAME_CHARACTERS} characters that are no path of a checkpoint"
+    # ids of runs have a colon: to look for the run would tell whether somebody has one of this id
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or ":" in name or name.startswith("ckpt_"):
+        remedy = f"Pass 1 to {MAX_NAME_CHARACTERS} characters without a colon, which do not begin with ckpt_"
         raise InvalidRequestError("cannot be the name of a LoRA", field="lora_name", value=name, remedy=remedy)
-    if name in service.base_models.names or service.is_training_run(name):
-        raise ConflictError("is another model's name", field="lora_name", value=name, remedy="Choose another one")
+    if name in service.base_models.names:
+        raise ConflictError("is a base model's name", field="lora_name", value=name, remedy="Choose another one")
     if "://" not in path and not path.startswith("ckpt_"):
         remedy = "Upload the adapter (RestClient.upload_checkpoint), and pass the path of its checkpoint (mint://…)"
         raise InvalidRequestError("is no path of a checkpoint", field="lora_path", value=path, remedy=remedy)
