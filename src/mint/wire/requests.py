@@ -244,13 +244,16 @@ class SampleRequest(WireRequest):
     """`num_samples` continuations of one prompt.
 
     `record_stability_info` asks a server to keep what the loss `stable_reinforce` needs of a sequence. Here that is in
-    its logprobs, which are always sent and come back in the datum, so nothing is kept.
+    its logprobs, which are always sent and come back in the datum, so nothing is kept. `base_model` and `model_path`
+    are refused: here the session has them.
     """
 
     sampling_session_id: str
     seq_id: int
     prompt: ModelInput
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    base_model: str | None = None
+    model_path: str | None = None
     num_samples: int = 1
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0

@@ -218,8 +218,7 @@ class Trainer:
         return _Success(self.models.forward(job.model_id, request.forward_backward_input))
 
     def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Success:
-        if request.optimizer_params is not None:
-            _refuse_other_optimizer("optimizer_params", request.optimizer_params)
+        _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.models.optim_step(job.model_id, job.seq_id, request)
         self.models.require_finite_steps(job.model_id)
         history = self.models[job.model_id].snapshots
@@ -242,8 +241,7 @@ class Trainer:
     # --- creating and loading ------------------------------------------------------------------------------------
 
     def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Success:
-        if request.optimizer_config is not None:
-            _refuse_other_optimizer("optimizer_config", request.optimizer_config)
+        _refuse_other_optimizer("optimizer_config", request.optimizer_config)
         if request.rollout_correction_config is not None:
             raise InvalidRequestError(
                 "is not supported",
@@ -264,6 +262,7 @@ class Trainer:
         self.memory.evict_until_fits(job.model_id, base_model, spec)
 
     def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Success:
+        _refuse_other_optimizer("optimizer_config", request.optimizer_config)
         if request.weights_access_token not in (None, ""):
             raise InvalidRequestError(
                 "is not supported",
@@ -391,9 +390,11 @@ class Trainer:
         return _Success(result, changes={"sampler": row})
 
 
-def _refuse_other_optimizer(field: str, config: dict[str, Any]) -> None:
-    """Refuses an optimizer that is named and is not AdamW; without a name, the fields are AdamW's."""
-    name = config.get("type", "adamw")
-    if name not in ("adamw", "adam"):
-        remedy = "Leave it out: the optimizer is AdamW, with the settings of each step's adam_params"
-        raise InvalidRequestError("is not an optimizer here", field=f"{field}.type", value=name, remedy=remedy)
+def _refuse_other_optimizer(field: str, config: dict[str, Any] | None) -> None:
+    """Refuses an optimizer that is named and is not AdamW, and settings, which are those of each step."""
+    remedy = "Leave it out: the optimizer is AdamW, with the settings of each step's adam_params"
+    for key, value in (config or {}).items():
+        if key == "type" and value not in (None, "adamw", "adam"):
+            raise InvalidRequestError("is not an optimizer here", field=f"{field}.type", value=value, remedy=remedy)
+        if key != "type" and value is not None:
+            raise InvalidRequestError("is not read", field=f"{field}.{key}", value=value, remedy=remedy)

@@ -112,6 +112,11 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
         InvalidRequestError: the prompt or a setting cannot be honoured.
         PromptTooLongError: the prompt, with the tokens asked for, does not fit the context.
     """
+    for field in ("base_model", "model_path"):
+        value = getattr(request, field)
+        if value is not None:
+            remedy = "Leave it out: name it when you create the sampling session"
+            raise InvalidRequestError("is not read in a sample request", field=field, value=value, remedy=remedy)
     params = request.sampling_params
     prompt = request.prompt.to_numpy()
     _require(len(prompt) > 0, "prompt", "[]", "at least one token (a bos token will do)", was="is empty")
