@@ -145,21 +145,23 @@ async def run_command(
     finally:  # also when this call is cancelled
         writing.cancel()
         watching.cancel()
-        await _end(process, line, reading)
+        await _end(process, line, {reading, waiting})
     exit_code = process.returncode if ended == "exit" else None
     return ShellResult(output.text, exit_code, ended, time.monotonic() - began)
 
 
-async def _end(process: asyncio.subprocess.Process, line: CommandLine, reading: asyncio.Task[None]) -> None:
-    """Ends the process and waits until nobody can write its output any more: then all that it started has ended."""
+async def _end(process: asyncio.subprocess.Process, line: CommandLine, ending: set[asyncio.Task[Any]]) -> None:
+    """Ends the process and waits for `ending`: its own end, and that of its output. When nobody can write that any
+    more, all that it started has ended."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
         if line.stop is not None:
             await line.stop()
-    done, _ = await asyncio.wait({reading}, timeout=STOP_S)
-    if not done:
-        reading.cancel()
+    _, pending = await asyncio.wait(ending, timeout=STOP_S)
+    if pending:
+        for task in pending:
+            task.cancel()
         raise RequestFailedError("the processes of a command did not end", field="command", value=line.words[0])
 
 
