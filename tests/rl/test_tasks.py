@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ import mint
 from mint.errors import InvalidRequestError
 from mint.recipes.math import MathAdapter
 from mint.recipes.question_task import Question, encode_prompt, one_side
-from mint.recipes.task_registry import load_task
+from mint.recipes.task_registry import load_task, open_task, open_task_of_run
 from mint.recipes.task_sources.files import FileAdapter
-from mint.rl import run_grpo
+from mint.rl import RLAdapter, run_grpo
 from mint.rl.heldout_evaluation import content_hash, without_heldout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +167,61 @@ def test_run_grpo_trains_on_a_reasoning_gym_task(tmp_path: Path) -> None:
         result = run_grpo(choice.adapter, config, service_client=service)
     assert result.samples == 64
     assert result.heldout_after[0.0].n == 16
+
+
+# --- mixtures of reasoning-gym ----------------------------------------------------------------------------------
+
+MIXED = "reasoning_gym:chain_sum*2+leg_counting"
+
+
+def test_several_reasoning_gym_tasks_are_named_with_their_weights() -> None:
+    options = {"train_size": 30, "heldout_size": 6, "chain_sum.max_terms": 2, "prompt_style": "plain"}
+    task = load_task(MIXED, seed=1, **options).adapter
+    counts = Counter(task.category(item) for item in task.build_dataset())
+    assert counts["chain_sum"] == 2 * counts["leg_counting"] == 60
+    assert Counter(task.category(item) for item in task.build_heldout()) == {"chain_sum": 6, "leg_counting": 6}
+    sums = [item for item in task.build_dataset() if item.task == "chain_sum"]
+    assert all(len(re.findall(r"\d+", item.item.prompt)) == 2 for item in sums), "its own option"
+    assert isinstance(task, RLAdapter)
+    assert task.compute_reward(sums[0].item.answer, sums[0]) == 1.0
+    assert task.spec == {"task": MIXED, "seed": 1, "options": options}
+
+
+def test_a_mixture_trains_by_its_name_with_readings_of_each_task(tmp_path: Path) -> None:
+    words = {"prompt_style": "plain", "train_size": 16, "chain_sum.max_terms": 2, "heldout_size": 4}
+    with (
+        open_task("reasoning_gym:chain_sum+gcd*0.5", words) as choice,
+        mint.ServiceClient(data_dir=tmp_path / "service") as service,
+    ):
+        config = choice.config.changed(steps=1, batch_size=4, group_size=2, max_tokens=4, run_dir=tmp_path / "run")
+        run_grpo(choice.adapter, config, service_client=service)
+    readings = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert any("chain_sum" in name for name in readings)
+    assert any("gcd" in name for name in readings)
+    with open_task_of_run(tmp_path / "run", None) as again:
+        assert {again.adapter.category(item) for item in again.adapter.build_heldout()} == {"chain_sum", "gcd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("chainsum", {}, "Did you mean chain_sum"),
+        ("chain_sum+leg_countin", {}, "leg_countin.*Did you mean leg_counting"),
+        ("chain_sum*x", {}, r"Write reasoning_gym:chain_sum\*2\+gcd"),
+        ("chain_sum*0+gcd", {}, "weights above 0"),
+        ("chain_sum*-1+gcd", {}, "weights above 0"),
+        ("chain_sum*inf+gcd", {}, "weights above 0"),
+        ("gcd+gcd", {}, "different generators"),
+        ("gcd+", {}, "different generators"),
+        ("gcd+lcm", {"gdc.max_numbers": 3}, "gdc.max_numbers.*Did you mean gcd"),
+        ("gcd+lcm", {"max_trems": 3}, "max_trems"),
+    ],
+)
+def test_a_wrong_mixture_is_refused_with_what_would_be_right(
+    name: str, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        load_task(f"reasoning_gym:{name}", **options)
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Tasks by name, as the command line names them: from the name to an adapter and its settings.
 
     math · chat · code · tools · shell    the recipes of this package
-    reasoning_gym:NAME                    a generator of the reasoning-gym package
+    reasoning_gym:NAME                    a generator of the reasoning-gym package, or a mixture: NAME*2+NAME
     file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
     verifiers:NAME                        a taskset of the verifiers package, of one turn or many
     textarena:GAME                        a game of one player of the textarena package
@@ -43,7 +43,7 @@ RECIPES = {
 """Module of `mint.recipes` → its adapter."""
 
 SOURCES = {
-    "reasoning_gym": ("mint.recipes.task_sources.reasoning_gym", "ReasoningGymAdapter"),
+    "reasoning_gym": ("mint.recipes.task_sources.reasoning_gym", "load_reasoning_gym"),
     "file": ("mint.recipes.task_sources.files", "FileAdapter"),
     "verifiers": ("mint.recipes.task_sources.verifiers", "load_verifiers_task"),
     "textarena": ("mint.recipes.task_sources.textarena", "TextArenaAdapter"),

@@ -1,18 +1,22 @@
 """Tasks of `reasoning-gym` (arXiv 2505.24760): 100+ generators of questions, each with its own verifier.
 
 Held-out questions differ from the training ones twice: by the seed that draws them, and by a hash of their text, which
-does not depend on a seed.
+does not depend on a seed. `chain_sum*2+gcd` names a mixture of generators with their weights.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, one_side
+from mint.rl import mixture
+from mint.rl.adapter import Task
 from mint.rl.seeds import mix_seed
 
 HELDOUT_SHARE = 0.25
@@ -23,6 +27,38 @@ DRAWS_PER_QUESTION = 6
 """The limit of draws per wanted question of a side, for generators that repeat themselves."""
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def load_reasoning_gym(name: str, *, seed: int = 0, **options: Any) -> Task:
+    """The generator `name`, or a mixture of several: `chain_sum*2+gcd` draws two items of three from `chain_sum`.
+
+    `options` are those of `ReasoningGymAdapter`, for each of them; `NAME.option` is one for the generator NAME alone.
+
+    Raises:
+        MissingExtraError: reasoning-gym is not installed.
+        InvalidRequestError: a generator, a weight or an option that does not exist.
+    """
+    if "+" not in name and "*" not in name:
+        return ReasoningGymAdapter(name, seed=seed, **options)
+    weights = _weights(name)
+    _, known = _import_gym()
+    for each in weights:
+        _check_name(each, known)
+    shared = {key: value for key, value in options.items() if "." not in key}
+    own = {each: dict(shared) for each in weights}
+    for key, value in options.items():
+        generator, dot, option = key.partition(".")
+        if dot and generator not in own:
+            raise InvalidRequestError(
+                "is an option of a generator that is not in the mixture",
+                field=f"task reasoning_gym:{name}",
+                value=key,
+                remedy=f"{_suggestion(generator, list(own))}It has {', '.join(own)}",
+            )
+        if dot:
+            own[generator][option] = value
+    tasks = {each: ReasoningGymAdapter(each, seed=seed, **own[each]) for each in weights}
+    return mixture(tasks, weights=weights, seed=seed)
 
 
 class ReasoningGymAdapter(QuestionAdapter):
@@ -91,7 +127,28 @@ def extract_answer(response: str) -> str:
     return (tagged[-1] if tagged else response).strip()
 
 
-def _create(name: str, **options: Any) -> Any:
+def _weights(name: str) -> dict[str, float]:
+    """Generator → weight, of `chain_sum*2+gcd`."""
+    weights: dict[str, float] = {}
+    for part in name.split("+"):
+        generator, star, text = part.strip().partition("*")
+        try:
+            weight = float(text) if star else 1.0
+        except ValueError:
+            weight = math.nan
+        if not 0 < weight < math.inf or not generator or generator in weights:
+            raise InvalidRequestError(
+                "is not a mixture of different generators with weights above 0",
+                field="task",
+                value=f"reasoning_gym:{name}",
+                remedy="Write reasoning_gym:chain_sum*2+gcd",
+            )
+        weights[generator] = weight
+    return weights
+
+
+def _import_gym() -> tuple[Any, dict[str, Any]]:
+    """The package, and its generators by name."""
     try:
         import reasoning_gym  # deferred: an optional extra, 1.6 s to import
         from reasoning_gym.factory import DATASETS  # deferred: the same
@@ -99,13 +156,27 @@ def _create(name: str, **options: Any) -> Any:
         raise MissingExtraError(
             "reasoning_gym tasks need reasoning-gym", remedy="pip install 'mint[tasks]'  (or reasoning-gym alone)"
         ) from error
-    if name not in DATASETS:
+    return reasoning_gym, DATASETS
+
+
+def _check_name(name: str, known: dict[str, Any]) -> None:
+    if name not in known:
         raise InvalidRequestError(
             "is not a reasoning-gym task",
             field="task",
             value=name,
-            remedy=f"Choose one of {', '.join(sorted(DATASETS))}",
+            remedy=f"{_suggestion(name, list(known))}Choose among {', '.join(sorted(known))}",
         )
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    similar = get_close_matches(name, known, n=1)
+    return f"Did you mean {similar[0]}? " if similar else ""
+
+
+def _create(name: str, **options: Any) -> Any:
+    reasoning_gym, known = _import_gym()
+    _check_name(name, known)
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, ValueError, AssertionError) as error:
