@@ -57,6 +57,7 @@ HOMES: dict[str, frozenset[str]] = {
     "datasets": frozenset({"recipes/task_sources/files.py"}),
     "verifiers": frozenset({"recipes/task_sources/verifiers.py", "recipes/task_sources/verifiers_episodes.py"}),
     "textarena": frozenset({"recipes/task_sources/textarena.py"}),
+    "openenv": frozenset({"recipes/task_sources/openenv.py"}),
     "if_verifiable": frozenset({"recipes/task_sources/ifeval.py"}),
 }
 TORCH_VALUES = {("types/tensors.py", "torch"), ("client/custom_loss.py", "torch")}

@@ -5,6 +5,7 @@
     file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
     verifiers:NAME                        a taskset of the verifiers package, of one turn or many
     textarena:GAME                        a game of one player of the textarena package
+    openenv:URL                           an environment of the openenv package, on its server
     ifeval:CONSTRAINTS                    requests with constraints of IFEval, checked by the if-verifiable package
     module:Class · path/to/file.py:Class  an adapter of your own
 
@@ -47,12 +48,13 @@ SOURCES = {
     "file": ("mint.recipes.task_sources.files", "FileAdapter"),
     "verifiers": ("mint.recipes.task_sources.verifiers", "load_verifiers_task"),
     "textarena": ("mint.recipes.task_sources.textarena", "TextArenaAdapter"),
+    "openenv": ("mint.recipes.task_sources.openenv", "OpenEnvAdapter"),
     "ifeval": ("mint.recipes.task_sources.ifeval", "IFEvalAdapter"),
 }
 """Prefix → module, and the adapter or a function that makes one; the rest of the name is its first argument."""
 
 CHOICES = ", ".join([*RECIPES, "reasoning_gym:NAME", "file:PATH", "verifiers:NAME", "textarena:GAME"])
-CHOICES += ", ifeval:CONSTRAINTS, module:Class or path.py:Class"
+CHOICES += ", openenv:URL, ifeval:CONSTRAINTS, module:Class or path.py:Class"
 
 
 @dataclass(frozen=True)
