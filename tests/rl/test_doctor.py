@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 import mint
+from mint.recipes.chat import ChatAdapter
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.math import MathAdapter
-from mint.rl import RLAdapter, RLConfig
+from mint.rl import Reward, RLAdapter, RLConfig
 from mint.rl.analysis.doctor import Examination, examine
 from mint.rl.analysis.planner import GROUP_SIZES
 from mint.rl.analysis.task_verdict import decide
@@ -175,9 +177,53 @@ def test_a_judge_that_sees_no_difference_is_not_called_a_hard_task(service: mint
 def test_a_cut_off_that_more_tokens_do_not_cure_is_not_blamed_on_the_limit(service: mint.ServiceClient) -> None:
     seen = examined(Clipped(), service, max_tokens=2).evidence
     assert decide(seen)[0] == "truncated"
-    verdict, reason, _ = decide(replace(seen, enough_tokens=None, longest_tried=1024))
+    verdict, reason, _ = decide(
+        replace(seen, enough_tokens=None, longest_tried=1024, informative=dict.fromkeys(GROUP_SIZES, 0.05))
+    )
     assert verdict == "sft_first"
     assert "nearly as many at 1024: the model does not end its replies" in reason
+
+
+def test_a_longer_limit_that_pays_no_more_is_not_the_lever(service: mint.ServiceClient) -> None:
+    class Product(Arithmetic):
+        def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
+            return tokenizer.encode(f"What is {item.a + 10} * {item.b + 10}?")
+
+        def compute_reward(self, response: str, item: Problem) -> float:
+            return float(response.strip() == str((item.a + 10) * (item.b + 10)))
+
+    found = examined(Product(), service, max_tokens=4)
+    assert found.evidence.truncated > 0.25
+    assert found.verdict == "sft_first", found.lines()
+
+
+def test_a_few_successes_are_enough_to_start_from(service: mint.ServiceClient) -> None:
+    """RL took such a task from 0.01 to 0.72 in 24 steps."""
+    seen = examined(Arithmetic(), service).evidence
+    rare = dict(zip(GROUP_SIZES, (0.05, 0.07, 0.09, 0.1, 0.12, 0.13, 0.15), strict=True))
+    assert decide(replace(seen, success=(0.02, 0.0, 0.04), mean=(0.02, 0.0, 0.04), informative=rare))[0] == "go"
+
+
+def test_a_coin_is_no_reward(service: mint.ServiceClient) -> None:
+    class Coin(Arithmetic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.random = random.Random(0)
+
+        def compute_reward(self, response: str, item: Problem) -> float:
+            return float(self.random.random() < 0.5)
+
+    assert examined(Coin(), service).verdict == "unlearnable"
+
+
+def test_a_task_that_may_compare_but_does_not_is_examined_for_a_constant_answer(service: mint.ServiceClient) -> None:
+    class Curt(ChatAdapter):
+        def compute_reward(self, response: str, item: Any) -> Reward:
+            return Reward(float(0 < len(response) <= 12))
+
+    found = examine(Curt(), CONFIG.changed(max_tokens=32), service_client=service, prompts=32, samples=8)
+    assert not found.evidence.relative
+    assert found.verdict == "reward_constant", found.lines()
 
 
 class Wordy(Arithmetic):

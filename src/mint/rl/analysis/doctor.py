@@ -43,6 +43,9 @@ from mint.sandbox import sandbox_level
 DOCTOR_STREAM = 0x444F43
 PROBES = ("", "?!")
 PROBED_ITEMS = 8
+LONGER_ITEMS = 16
+"""The prompts whose completions with a longer limit are compared with those at `max_tokens`."""
+
 FIXED_REPLIES = 16
 FIXED_ITEMS = 16
 """The replies that earned most are graded on this many prompts each; the best of them is then graded on the others."""
@@ -157,6 +160,13 @@ class _Prober:
         """The grades of (reply, item), in order, each by `compute_reward`."""
         return run_in_own_thread(Grader(task, self.calls).one_by_one(pairs))
 
+    def compares(self, group: Group) -> bool:
+        """Whether the task grades the completions of a group against each other."""
+        if not isinstance(self.task, RLAdapter):
+            return False
+        texts = [rollout.text for rollout in group.rollouts]
+        return run_in_own_thread(Grader(self.task, self.calls).compares(texts, group.item))
+
     def is_success(self, reward: float | None) -> bool:
         """Whether the reward counts as a success."""
         return reward is not None and self.task.is_success(reward)
@@ -169,8 +179,10 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     counts = [(sum(map(prober.is_success, group.rewards)), len(group.rewards)) for group in graded]
     rates = [solved / count for solved, count in counts]
     cut = _share(rollout.truncated for rollout in rollouts)
-    seconds, noisy = _grade_again(prober, graded)
-    fixed_reply, fixed_reward = _best_fixed_reply(prober, graded)
+    relative = any(map(prober.compares, groups[:1]))
+    alone = [] if relative else graded
+    seconds, noisy = _grade_again(prober, alone)
+    fixed_reply, fixed_reward = _best_fixed_reply(prober, alone)
     enough_tokens, longest_tried = _enough_tokens(prober, groups, cut)
     return TaskEvidence(
         prompts=len(groups),
@@ -187,15 +199,16 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         truncated=cut,
         enough_tokens=enough_tokens,
         longest_tried=longest_tried,
+        longer_gain=(0.0, 0.0, 0.0) if enough_tokens is None else _longer_gain(prober, graded, samples, enough_tokens),
         ungraded=_share(rollout.reward is None for rollout in rollouts),
         unsupported=_share(rollout.unsupported for rollout in rollouts),
         timeouts=sum(rollout.timed_out for rollout in rollouts),
         first_error=next((rollout.error for rollout in rollouts if rollout.error is not None), None),
-        junk_accepted=_junk_accepted(prober, graded),
+        junk_accepted=_junk_accepted(prober, alone),
         noisy=noisy,
         fixed_reply=fixed_reply,
         fixed_reward=fixed_reward,
-        relative=_is_relative(prober.task),
+        relative=relative,
         reward_seconds=statistics.median(seconds) if seconds else 0.0,
         reward_seconds_max=max(seconds, default=0.0),
         mean_tokens=float(np.mean([len(rollout.tokens) for rollout in rollouts])),
@@ -240,20 +253,45 @@ def _enough_tokens(prober: _Prober, groups: Sequence[Group], cut: float) -> tupl
     return None, limit
 
 
+def _longer_gain(
+    prober: _Prober, groups: Sequence[Group], samples: int, enough_tokens: int
+) -> tuple[float, float, float]:
+    """What the same prompts earn more with a longer limit, with the interval over prompts."""
+    before = {group.index: group.rewards for group in groups if any(one.truncated for one in group.rollouts)}
+    indices = list(before)[:LONGER_ITEMS]
+    longer = [group for group in prober.groups(indices, samples, max_tokens=enough_tokens) if group.graded]
+    return interval([float(np.mean(group.rewards) - np.mean(before[group.index])) for group in longer])
+
+
 def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float], float]:
-    """Seconds per grading, and the share of rewards that differ from the first; none for episodes and judges."""
+    """Seconds per grading, and how much rewards change, as a share of how much those of different completions differ;
+    none for episodes."""
     task = prober.task
-    if not isinstance(task, RLAdapter) or _is_relative(task):
+    if not isinstance(task, RLAdapter):
         return [], 0.0
     firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
     again = prober.grades(task, [(rollout.text, group.item) for group, rollout in firsts])
-    changed = _share(grade.reward != rollout.reward for grade, (_, rollout) in zip(again, firsts, strict=True))
-    return [grade.seconds for grade in again], changed
+    pairs = [
+        (rollout.reward, grade.reward)
+        for (_, rollout), grade in zip(firsts, again, strict=True)
+        if rollout.reward is not None and grade.reward is not None
+    ]
+    changed = float(np.mean([abs(first - second) for first, second in pairs])) if pairs else 0.0
+    differ = _mean_difference([reward for group in groups for reward in group.rewards])
+    noisy = min(1.0, changed / differ) if differ else float(changed > 0)
+    return [grade.seconds for grade in again], noisy
+
+
+def _mean_difference(values: Sequence[float]) -> float:
+    """The mean absolute difference of two of these values (Gini)."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    n = len(ordered)
+    return float(2 * ((2 * np.arange(1, n + 1) - n - 1) * ordered).sum() / (n * (n - 1))) if n > 1 else 0.0
 
 
 def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
     task = prober.task
-    if not isinstance(task, RLAdapter) or _is_relative(task):
+    if not isinstance(task, RLAdapter):
         return 0.0
     pairs = [(probe, group.item) for group in groups[:PROBED_ITEMS] for probe in PROBES]
     grades = prober.grades(task, pairs)
@@ -269,7 +307,7 @@ def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, tu
     task = prober.task
     count = min(FIXED_ITEMS, len(groups) // 2)
     chosen, others = groups[:count], groups[count:]
-    if not isinstance(task, RLAdapter) or _is_relative(task) or not chosen:
+    if not isinstance(task, RLAdapter) or not chosen:
         return "", (0.0, 0.0, 0.0)
     lowest = min(reward for group in groups for reward in group.rewards)
     paid: defaultdict[str, float] = defaultdict(float)
@@ -286,10 +324,6 @@ def _earned(prober: _Prober, task: RLAdapter, reply: str, groups: Sequence[Group
     """The mean reward of one reply to all these prompts, with its interval."""
     grades = prober.grades(task, [(reply, group.item) for group in groups])
     return reward_interval(task, [grade.reward or 0.0 for grade in grades])
-
-
-def _is_relative(task: Task) -> bool:
-    return isinstance(task, RLAdapter) and type(task).compute_group_rewards is not RLAdapter.compute_group_rewards
 
 
 def _sandbox() -> str:
@@ -310,7 +344,9 @@ def _notes(task: Task, dataset: Sequence[Any], seen: TaskEvidence) -> tuple[str,
         ),
         f"{seen.truncated:.0%} of the completions are cut off": seen.truncated > 0.05,
         f"{seen.ungraded:.0%} of the completions were not graded ({seen.first_error})": seen.ungraded > 0,
-        f"{seen.noisy:.0%} of the rewards changed when graded again": seen.noisy > 0,
+        f"graded again, rewards change by {seen.noisy:.0%} of what those of different completions differ by": (
+            seen.noisy > 0
+        ),
         f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward": seen.junk_accepted > 0,
         f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward[0]:.2f}": (
             seen.fixed_share > 0.1 and seen.success[0] < SATURATED_FROM

@@ -10,7 +10,10 @@ TaskVerdict = Literal["go", "sft_first", "saturated", "reward_constant", "unlear
 
 UNGRADED_LIMIT = 0.5
 TRUNCATED_LIMIT = 0.25
-NOISE_LIMIT = 0.5
+NOISE_LIMIT = 0.75
+"""How much rewards change when graded again, as a share of how much those of different completions differ. Of a coin
+that is 1, of a grader that is wrong at random in a tenth of the cases a third; measured on 64 completions, ± 0.25."""
+
 JUNK_LIMIT = 0.5
 
 FIXED_LIMIT = 0.1
@@ -23,8 +26,9 @@ SCRAPS_SUCCESS = 0.01
 SCRAPS_REWARD = 0.1
 """If success and mean reward (as a share of the range) are below these, partial credit is mostly noise."""
 
-LEAST_INFORMATIVE = 0.25
-"""With a smaller share of informative groups at the largest group size, most sampling is wasted."""
+LEAST_INFORMATIVE = 0.1
+"""With a smaller share of informative groups at the largest group size, nearly all sampling is wasted. With 15 % and
+with 22 %, the bundled model learned (benchmarks/RESULTS.md)."""
 
 LONGER = 4
 """Truncated completions are sampled again with this many times `max_tokens`, and again, up to `LONGEST_TOKENS`."""
@@ -42,8 +46,10 @@ class TaskEvidence:
     `pass_histogram[i]` counts the prompts solved in about i · 10 % of their samples. `informative` is the expected
     share of groups with unequal rewards by group size. `floor` is the lowest possible reward, `full` that of a success.
     `enough_tokens` is the smallest `max_tokens` tried that halves the truncated share, None if none does, and
-    `longest_tried` the largest one. `junk_accepted` is the share of empty and senseless replies with full reward,
-    `noisy` the share of rewards that changed when graded again. `fixed_reward` is the mean reward of `fixed_reply` as
+    `longest_tried` the largest one; `longer_gain` is what completions up to `enough_tokens` earn more than those up to
+    `max_tokens`, with its interval. `junk_accepted` is the share of empty and senseless replies with full reward,
+    `noisy` is how much rewards changed when graded again, as a share of how much those of different completions
+    differ. `fixed_reward` is the mean reward of `fixed_reply` as
     the reply to other prompts than those on which it was chosen, with its interval. `relative`: rewards only compare
     within a group.
     """
@@ -62,6 +68,7 @@ class TaskEvidence:
     truncated: float
     enough_tokens: int | None
     longest_tried: int
+    longer_gain: tuple[float, float, float]
     ungraded: float
     unsupported: float
     timeouts: int
@@ -115,7 +122,8 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
     if seen.noisy > NOISE_LIMIT:
         return (
             "unlearnable",
-            f"{seen.noisy:.0%} of the rewards changed when the same completion was graded again",
+            f"graded again, the reward of a completion changed by {seen.noisy:.0%} of what rewards of different "
+            "completions differ by",
             "Make the reward a function of the completion; if replies can only be compared, use preferences (DPO)",
         )
     if seen.junk_accepted > JUNK_LIMIT:
@@ -124,11 +132,11 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward",
             "Correct the grader: it accepts anything",
         )
-    if seen.truncated > TRUNCATED_LIMIT and seen.enough_tokens is not None:
+    if seen.truncated > TRUNCATED_LIMIT and seen.enough_tokens is not None and seen.longer_gain[1] > 0:
         return (
             "truncated",
             f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer at "
-            f"{seen.enough_tokens}",
+            f"{seen.enough_tokens}, where they earn {seen.longer_gain[0]:.2f} more",
             f"Set max_tokens to {seen.enough_tokens} and examine again: rewards of truncated completions mislead",
         )
     if seen.fixed_reply_pays and seen.success[0] < SATURATED_FROM:
@@ -169,10 +177,11 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
     if seen.only_scraps:
         rest = f"the only signal is a little partial credit (mean reward {seen.mean[0]:.3f})"
     if seen.truncated > TRUNCATED_LIMIT:
-        rest += (
-            f"; {seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, and nearly as many "
-            f"at {seen.longest_tried}: the model does not end its replies"
-        )
+        rest += f"; {seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, "
+        if seen.enough_tokens is None:
+            rest += f"and nearly as many at {seen.longest_tried}: the model does not end its replies"
+        else:
+            rest += f"far fewer at {seen.enough_tokens}, but these earn no more"
     return (
         "sft_first",
         f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",

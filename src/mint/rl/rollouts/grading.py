@@ -98,6 +98,13 @@ class Grader:
             return await self.one_by_one([(response, item) for response in responses])
         return self._grades_of(result, len(responses))
 
+    async def compares(self, responses: Sequence[str], item: Any) -> bool:
+        """Whether `compute_group_rewards` grades these completions against each other, and does not pass them on."""
+        if not self.grades_groups:
+            return False
+        result = await self._call(self.adapter.compute_group_rewards, responses, item)
+        return result.error is not None or result.value is not None
+
     async def batch(self, responses_B: Sequence[Sequence[str]], items_B: Sequence[Any]) -> list[list[Grade]] | None:
         """The grades of all groups of a batch by `compute_batch_rewards`; None if that passes them on."""
         result = await self._call(self.adapter.compute_batch_rewards, responses_B, items_B)
