@@ -200,3 +200,32 @@ def test_a_package_that_is_not_installed_is_one_sentence_with_what_to_install(wo
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     (line,) = ended.stderr.splitlines()
     assert "MissingExtraError" in line and "pip install 'mint[local]'" in line
+
+
+def test_the_folder_of_a_run_may_be_named_like_a_setting(prompts: str, tmp_path: Path) -> None:
+    for number, words in enumerate((["rl", "steps=1"], ["sft", "epochs=1"])):
+        folder = tmp_path / str(number)
+        mint("train", *words, f"task={prompts}", f"run_dir={folder}", "batch_size=64", "prompt_style=plain")
+        assert (folder / "metrics.jsonl").exists(), words
+
+
+def test_commands_that_read_a_run_take_one_of_any_recipe(prompts: str, tmp_path: Path) -> None:
+    mint(
+        "train", "sft", f"task={prompts}", "epochs=1", "batch_size=64", "prompt_style=plain", "--run-dir", str(tmp_path)
+    )
+    assert mint("plot", str(tmp_path), "-o", str(tmp_path / "curve.png")).exit_code == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    refused = mint("rollouts", str(tmp_path))
+    assert refused.exit_code == 1 and "has no rollouts. Only RL runs have them" in " ".join(refused.output.split())
+
+
+def test_what_cannot_work_is_one_sentence_that_helps(prompts: str) -> None:
+    for words, part in (
+        (
+            (f"task={prompts}", "base_model=mint/tinny"),
+            "Did you mean mint/tiny? Download it with `mint models pull NAME`",
+        ),
+        ((f"task={prompts}", "steps=0", "--run-dir", "/proc/none"), "run_dir = /proc/none: cannot be made"),
+    ):
+        told = mint("train", "rl", *words)
+        assert isinstance(told.exception, SystemExit) and part in " ".join(told.output.split()), told.output

@@ -56,7 +56,7 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         if not is_hub_name(name):
             raise
         if not yes and not sys.stdin.isatty():
-            error.remedy = f"Run `mint models pull {name}`, or add --yes to download it now. {error.remedy}"
+            error.remedy = f"{error.remedy}. Add --yes to download it now"
             raise
         plan = _plan(name, None)
         question = f"{name} is not on this machine. Download {decimal(plan.size_bytes)}?"

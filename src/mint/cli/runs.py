@@ -52,6 +52,13 @@ def rollouts(
     try:
         reader = RunReader(find_run(run))
         rows = _select(reader, step=step, worst=worst, best=best, item=item, flags=frozenset(flag or ()), text=text)
+        if not rows and not reader.steps():
+            raise NotFoundError(
+                "has no rollouts",
+                field="run",
+                value=run,
+                remedy="Only RL runs have them, from their first step on; `mint runs show` reads any run",
+            )
     except MintError as error:
         fail(error, as_json=as_json)
     if as_json:
@@ -67,10 +74,10 @@ def rollouts(
 def plot(
     run: Run,
     output: Annotated[Path, typer.Option("--output", "-o", help="the PNG to write")],
-    metric: Annotated[list[str] | None, typer.Option(help="a metric to plot instead of the reward; repeatable")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="a metric to plot instead; repeatable")] = None,
 ) -> None:
-    """The curve of a run as a PNG: reward and held-out evaluations, or any metrics by name."""
-    from mint.rl.tracking.plot import plot_metrics, plot_run  # deferred: loads matplotlib
+    """The curve of a run as a PNG: reward and held-out evaluations, or the loss; or any metrics by name."""
+    from mint.rl.tracking.plot import plot_curve, plot_metrics  # deferred: loads matplotlib
     from mint.runs.reader import RunReader
 
     try:
@@ -78,7 +85,7 @@ def plot(
         summary = reader.summary()
         title = f"{summary.name}: {summary.base_model}"
         if metric is None:
-            plot_run(output, reader.metrics(), reader.evaluations(), title=title)
+            plot_curve(output, reader.metrics(), reader.evaluations(), title=title)
         else:
             plot_metrics(output, reader.metrics(), metric, title=title)
     except MintError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
@@ -51,12 +52,13 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
         or _fetched_folder(target)
     )
     if folder is None:
-        known = ", ".join(available(aliases))
+        known = available(aliases)
+        similar = get_close_matches(name, known, n=1)
         raise UnknownBaseModelError(
-            f"is not a known base model; available are {known}",
+            f"is not a known base model; available are {', '.join(known)}",
             field="base_model",
             value=name,
-            remedy=HOW_TO_ADD,
+            remedy=f"Did you mean {similar[0]}? {HOW_TO_ADD}" if similar else HOW_TO_ADD,
         )
     missing = missing_files(folder)
     if missing:

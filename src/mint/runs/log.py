@@ -65,9 +65,21 @@ class RunLog:
     """Appends to one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if it is missing, for its owner alone."""
+        """Makes the folder if it is missing, for its owner alone.
+
+        Raises:
+            InvalidRequestError: it cannot be made.
+        """
         self.folder = folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"cannot be made ({error.strerror})",
+                field="run_dir",
+                value=str(folder),
+                remedy="Name a folder that you may write, on a disk with free space",
+            ) from error
 
     def start(self, config: Mapping[str, Any], *, resume: bool) -> ResumePoint | None:
         """Writes the config of a new run and returns None; or drops what a run logged after its last checkpoint, and

@@ -45,13 +45,12 @@ def train_recipe(
     Raises:
         InvalidRequestError: unknown task, setting or option, or data that cannot be read.
     """
+    if run_dir is not None:
+        arguments = {**arguments, "run_dir": run_dir}
     if recipe == "rl":
-        return train_rl(arguments, run_dir=run_dir, resume=resume, console=console, yes=yes)
+        return train_rl(arguments, resume=resume, console=console, yes=yes)
     runs = {"sft": train_sft, "dpo": train_dpo, "distill": train_distill}
-    report = {
-        "recipe": recipe,
-        **runs[recipe]({**arguments, "run_dir": run_dir}, resume=resume, console=console, yes=yes),
-    }
+    report = {"recipe": recipe, **runs[recipe](arguments, resume=resume, console=console, yes=yes)}
     print_report(console, report)
     return report
 
@@ -82,13 +81,11 @@ def run_demo(
     return result, rl_report(task, config, result)
 
 
-def train_rl(
-    arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console, yes: bool
-) -> dict[str, Any]:
+def train_rl(arguments: dict[str, Any], *, resume: bool, console: Console, yes: bool) -> dict[str, Any]:
     """RL on the task and with the settings that the arguments name."""
     task = str(take(arguments, "task", "Add for example task=math or task=file:prompts.jsonl"))
     with open_task(task, arguments) as choice:
-        config = choice.config.changed(run_dir=run_dir)
+        config = choice.config.changed(run_dir=arguments.get("run_dir"))
         require_base_model(config.base_model, console, yes=yes)
         title = f"{task}: {config.base_model}"
         result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)

@@ -14,6 +14,33 @@ ORANGE = "#d9730d"
 GREY = "#8c959f"
 
 
+CURVES = ("reward/mean", "train/pair_loss", "train/reverse_kl", "train/loss")
+"""The first of these that a run has is its curve: the reward of RL, else the loss of its recipe."""
+
+
+def curve_name(metrics: Sequence[Mapping[str, float]]) -> str | None:
+    """The metric that is the curve of a run; None before its first step."""
+    return next((name for name in CURVES if metrics and name in metrics[0]), None)
+
+
+def plot_curve(
+    path: Path, metrics: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
+) -> None:
+    """The curve of a run of any recipe; that of RL with its held-out evaluations.
+
+    Raises:
+        InvalidRequestError: the run has taken no step, or the picture cannot be written to `path`.
+        MissingExtraError: matplotlib is not installed.
+    """
+    name = curve_name(metrics)
+    if name is None:
+        raise InvalidRequestError("has taken no step yet", field="run", value=title, remedy="Wait for its first step")
+    if name == "reward/mean":
+        plot_run(path, metrics, evaluations, title=title)
+    else:
+        plot_metrics(path, metrics, [name], title=title)
+
+
 def plot_run(
     path: Path, metrics: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
 ) -> None:

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import MintError
-from mint.rl.tracking.plot import plot_metrics, plot_run
+from mint.rl.tracking.plot import curve_name, plot_curve
 from mint.rl.tracking.terminal_text import evaluation_name, interval_text, sparkline
 from mint.runs.log import RunLog, is_run
-
-CURVES = ("reward/mean", "train/pair_loss", "train/reverse_kl", "train/loss")
-"""The first of these that a run has is its curve."""
 
 CURVE_WIDTH = 40
 
@@ -52,7 +49,7 @@ class ShownResult:
         log = RunLog(self.run_dir)
         metrics = log.read("metrics.jsonl")
         rows = _heldout_rows(log.read("evaluations.jsonl"))
-        curve = _curve(metrics)
+        curve = curve_name(metrics)
         if curve is not None:
             values = [float(row[curve]) for row in metrics]
             ends = f"{values[0]:.3f} → {values[-1]:.3f}"
@@ -69,27 +66,16 @@ class ShownResult:
         ]
 
     def _picture(self) -> str:
-        """The curve as an image; nothing without matplotlib."""
+        """The curve as an image; nothing without matplotlib or before the first step."""
         log = RunLog(self.run_dir)
-        metrics = log.read("metrics.jsonl")
-        curve = _curve(metrics)
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder) / "curve.png"
             try:
-                if curve == "reward/mean":
-                    plot_run(picture, metrics, log.read("evaluations.jsonl"), title=self.run_dir.name)
-                elif curve is not None:
-                    plot_metrics(picture, metrics, [curve], title=self.run_dir.name)
+                plot_curve(picture, log.read("metrics.jsonl"), log.read("evaluations.jsonl"), title=self.run_dir.name)
             except MintError:
                 return ""
-            if not picture.exists():
-                return ""
             data = base64.b64encode(picture.read_bytes()).decode()
-        return f'<img alt="{html.escape(curve or "")} over the steps" src="data:image/png;base64,{data}">'
-
-
-def _curve(metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    return next((name for name in CURVES if metrics and name in metrics[0]), None)
+        return f'<img alt="the curve of the run" src="data:image/png;base64,{data}">'
 
 
 def _heldout_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -139,7 +139,9 @@ def require_session(journal: Journal, owner: str | None, session_id: str) -> Ses
     """
     row = journal.session(session_id)
     if row is None or owner not in (None, row.owner):
-        raise NotFoundError("is not a session here", field="session_id", value=session_id)
+        raise NotFoundError(
+            "is not a session here", field="session_id", value=session_id, remedy="List the sessions to see their ids"
+        )
     return row
 
 
