@@ -40,6 +40,11 @@ def readable_by_others(folder: Path) -> list[str]:
     return found
 
 
+def wider_than_0700(folder: Path) -> list[str]:
+    """The folders below a folder that others may list or enter, also if they cannot reach them."""
+    return [path.name for path in sorted(folder.rglob("*")) if path.is_dir() and path.stat().st_mode & 0o077]
+
+
 def train(person: Person) -> None:
     """Leaves a payload, a snapshot, published weights and a checkpoint."""
     model_id = person.model(person.session())
@@ -77,6 +82,7 @@ def test_a_new_data_directory_is_its_owners_alone(tmp_path: Path, use: Callable[
         use(tmp_path / "data")
     assert readable_by_others(tmp_path) == []
     assert readable_by_others(tmp_path / "data") == []
+    assert wider_than_0700(tmp_path) == []
 
 
 @pytest.mark.parametrize("use", WAYS)
@@ -112,9 +118,9 @@ def test_a_command_that_only_lists_tightens_the_journal_too(tmp_path: Path) -> N
 
 def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
     with umask(0o000):
-        log = RunLog(tmp_path / "run")
+        log = RunLog(tmp_path / "runs" / "run")
         log.start({"learning_rate": 0.1}, resume=False)
         log.append("rollouts.jsonl", {"prompt": "secret"})
-    assert readable_by_others(tmp_path) == []
-    assert readable_by_others(tmp_path / "run") == []
-    assert json.loads((tmp_path / "run" / "rollouts.jsonl").read_text()) == {"prompt": "secret"}
+    assert wider_than_0700(tmp_path) == []
+    assert readable_by_others(tmp_path / "runs" / "run") == []
+    assert json.loads((tmp_path / "runs" / "run" / "rollouts.jsonl").read_text()) == {"prompt": "secret"}

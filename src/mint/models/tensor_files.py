@@ -196,10 +196,10 @@ def sync_file(path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes a folder and those above it; their names survive a loss of power."""
+    """Makes a folder and those above it, for their owner alone; their names survive a loss of power."""
     if not folder.is_dir():
         _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         _sync(folder.parent)
 
 

@@ -123,7 +123,7 @@ class UntrustedFiles:
                 self.files[name] = self._open.enter_context(_opened(folder / name))
 
     def _copy_members(self, archive: BinaryIO, scratch: Path) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, size, content in _members(archive):
             if size > WANTED.get(name, FREE_EXPANSION_BYTES):
                 raise _refused(f"holds {name} of {size} bytes, more than mint takes", "Send the lora alone")

@@ -65,14 +65,16 @@ class RunLog:
     """Appends to one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if it is missing, for its owner alone.
+        """Makes the folder and those above it if they are missing, for their owner alone.
 
         Raises:
             InvalidRequestError: it cannot be made.
         """
         self.folder = folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for missing in (*reversed(folder.parents), folder):  # `parents=True` would make them with the umask's mode
+                if not missing.is_dir():
+                    missing.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
                 f"cannot be made ({error.strerror})",

@@ -173,7 +173,7 @@ async def upload(call: Call) -> Response:
     Form fields `base_model` (if the lora does not name one that is known here) and `name`."""
     with _uploads.take(call.caller.owner):
         scratch = call.service.data_dir / SCRATCH_FOLDER
-        await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(scratch.mkdir, 0o700, parents=True, exist_ok=True)
         quota = call.caller.quotas.max_checkpoint_bytes
         with (
             call.service.reservations.open(call.caller.owner, quota) as reservation,

@@ -489,7 +489,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _require_free_space(folder: Path, size_bytes: int) -> None:
     """Writes a file of this size, durably, and removes it."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".probe.", suffix=".tmp", dir=folder)
     try:
         if hasattr(os, "posix_fallocate"):
