@@ -121,6 +121,7 @@ def test_each_task_has_its_own_reward_success_and_heldout_estimate() -> None:
     )
     result = run_grpo(mixture({"ones": ones, "twos": twos}), config)
     assert ones.closed and twos.closed
+    assert result.run_dir.name.startswith("mixture-")
     steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     rollouts = [json.loads(line) for line in (result.run_dir / "rollouts.jsonl").read_text().splitlines()]
     for row in steps:

@@ -117,12 +117,17 @@ async def waits(group: Group) -> bool:
         ({"credit": "turn", "baseline": "batch"}, r"RLConfig\.baseline = batch: .*credit = turn"),
         ({"baseline": "median"}, r"RLConfig\.baseline = median: .*'group' or 'batch'.*or give a function"),
         ({"loss_weighting": 3}, r"loss_weighting = 3: .*Give a function, or None"),
+        ({"metrics": two_arguments}, r"RLConfig\.metrics = two_arguments: .*\(groups\)"),
         ({"metrics": (two_arguments,)}, r"RLConfig\.metrics = two_arguments: .*\(groups\)"),
     ],
 )
 def test_a_function_that_cannot_work_is_refused_when_the_config_is_made(fields: dict[str, Any], refusal: str) -> None:
     with pytest.raises(InvalidRequestError, match=refusal):
         RLConfig(**fields)
+
+
+def test_one_function_of_metrics_needs_no_tuple() -> None:
+    assert RLConfig(metrics=spread) == RLConfig(metrics=(spread,)) == RLConfig(metrics=[spread])
 
 
 def nan(rewards: np.ndarray) -> np.ndarray:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -69,6 +71,32 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another()
     assert_same_bits(one, again)
     other = run_grpo(MathAdapter(seed=1), SMALL.changed(seed=2))
     assert other.state_digest != one.state_digest
+
+
+def test_runs_in_the_home_folder_are_their_owner_s_alone_from_the_first_on(caplog: pytest.LogCaptureFixture) -> None:
+    config = RLConfig(base_model="mint/tiny", steps=0, heldout_size=0, print_progress=False)
+    with umask(0o022):
+        runs = [run_grpo(MathAdapter(seed=0, train_size=8), config).run_dir for _ in range(2)]
+    assert {path.stat().st_mode & 0o777 for run in runs for path in (run, run.parent)} == {0o700}
+    assert "others could read" not in caplog.text
+
+
+def test_a_run_that_is_resumed_where_there_is_none_says_that_it_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RLConfig(base_model="mint/tiny", steps=0, heldout_size=0, print_progress=False, run_dir=tmp_path / "run")
+    run_grpo(MathAdapter(seed=0, train_size=8), config, resume=True)
+    assert "run holds no run yet: the run starts at step 1" in caplog.text
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """The rights that new files do not get."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def test_a_run_whose_base_model_is_refused_leaves_no_folder(tmp_path: Path) -> None:

@@ -387,6 +387,15 @@ class HiddenEnvConfig(vf.EnvConfig):
 
 class HiddenEnv(vf.Env[HiddenEnvConfig]):
     async def run(self, task, agents):
+        HiddenEnv.playing += 1
+        try:
+            await self.play(task, agents)
+        finally:
+            HiddenEnv.playing -= 1
+
+    playing = 0
+
+    async def play(self, task, agents):
         guesses = 1
         async with agents.player.interaction(task) as interaction:
             segment = await interaction.turn()
@@ -442,7 +451,17 @@ async def play(replies):
         said += [message["content"] for message in result.next_messages]
     return said, [result.episode_done, result.reward, dict(result.parts), dict(result.metrics)]
 
+async def abandon():
+    env = hidden.make_env(hidden.build_dataset()[0])
+    await env.initial_observation()
+    during = sys.modules["hidden_env"].HiddenEnv.playing
+    await env.close()
+    await env.close()
+    return during, sys.modules["hidden_env"].HiddenEnv.playing
+
+left = sys.modules["hidden_env"].HiddenEnv.playing
 print(json.dumps({
+    "abandoned": asyncio.run(abandon()), "left": left,
     "hidden": [asyncio.run(play(replies)) for replies in (["4"], ["7", "4"], ["1", "2", "3"], ["1", None], ["x"])],
     "hidden_sizes": [len(hidden.build_dataset()), len(hidden.build_heldout())],
     "hidden_rollouts": [[row["stop_reason"], row["error"], sorted(row["parts"])] for row in turn_rows],
@@ -506,6 +525,7 @@ def test_verifiers_tasksets_run_through_our_loop_in_one_turn_and_in_many(tmp_pat
         [opening, "no digits"],
     ]
     assert sum(seen["hidden_sizes"]) == 20
+    assert (seen["abandoned"], seen["left"]) == ([1, 0], 0), "an environment whose episode is over has ended"
     assert len(seen["hidden_rollouts"]) == 8
     for reason, error, parts in seen["hidden_rollouts"]:
         assert error is not None or (reason in ("env", "length", "max_turns") and parts == ["found", "speed"])

@@ -240,6 +240,11 @@ class RLConfig(RunConfig):
         loss_settings(self.loss_fn, self.loss_fn_config)
         return self
 
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _one_is_several(cls, given: Any) -> Any:
+        return (given,) if callable(given) else given
+
     @field_validator("kl_reference")
     @classmethod
     def _reference_is_named(cls, given: str | None) -> str | None:

@@ -86,8 +86,9 @@ def open_run(
         run_log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
         point = run_log.start(content, resume=resume)
-        if resume and trainer is None and point is None:
-            log.warning("%s has no checkpoint: the run starts again at step 1", run_log.folder)
+        if resume and point is None:
+            what = "has no checkpoint" if trainer is None else "holds no run yet"
+            log.warning("%s %s: the run starts at step 1", run_log.folder, what)
         lines = LiveProgress(int(content["steps"]), title=f"{name}: {run_log.folder}", plain=True)
         printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines
         with recorded_process(run_log.folder) as end, printed as progress:
@@ -237,8 +238,11 @@ def make_trainer(service: ServiceClient, config: RunConfig, point: ResumePoint |
 
 
 def default_run_dir(name: str) -> Path:
-    """A new folder name under `MINT_HOME/runs`, from the name and the time."""
+    """A new folder name under `MINT_HOME/runs`, which it makes for its owner alone, from the name and the time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    base = read_settings().home_dir / "runs" / f"{name}-{stamp}"
+    runs = read_settings().home_dir / "runs"
+    # With rights for others, the next service would find it so, take them away and say so.
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base = runs / f"{name}-{stamp}"
     candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(2, 1000))]
     return next(candidate for candidate in candidates if not candidate.exists())

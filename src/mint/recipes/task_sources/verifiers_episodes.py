@@ -80,6 +80,12 @@ class VerifiersEpisode(MessageEnv):
         """The environment sees a terminated turn, ends, and scores what there is."""
         return await self._answer(None)
 
+    async def close(self) -> None:
+        """Ends an environment that still waits for the policy, so that it gives back what it holds."""
+        if self._played is not None and not self._played.done():
+            self._played.cancel()
+            await asyncio.wait({self._played})
+
     async def _answer(self, reply: str | None) -> MessageStepResult:
         assert self._played is not None
         self._replies.put_nowait(reply)

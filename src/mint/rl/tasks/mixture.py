@@ -85,7 +85,7 @@ class _Mixture(Task):
             task.close()
 
 
-class _PromptMixture(_Mixture, RLAdapter):
+class MixtureAdapter(_Mixture, RLAdapter):
     """A mixture of tasks of one prompt and one completion."""
 
     tasks: dict[str, RLAdapter]
@@ -100,7 +100,7 @@ class _PromptMixture(_Mixture, RLAdapter):
         return self.tasks[item.task].compute_group_rewards(responses, item.item)
 
 
-class _EpisodeMixture(_Mixture, MessageEnvAdapter):
+class EpisodeMixtureAdapter(_Mixture, MessageEnvAdapter):
     """A mixture of tasks of many turns."""
 
     tasks: dict[str, MessageEnvAdapter]
@@ -126,8 +126,8 @@ def mixture(
     if wrong is not None:
         raise wrong
     if all(isinstance(task, RLAdapter) for task in tasks.values()):
-        return _PromptMixture(tasks, weights, seed)
-    return _EpisodeMixture(tasks, weights, seed)
+        return MixtureAdapter(tasks, weights, seed)
+    return EpisodeMixtureAdapter(tasks, weights, seed)
 
 
 def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> InvalidRequestError | None:
