@@ -8,7 +8,8 @@ from pydantic_core import ErrorDetails
 from mint.errors import InvalidRequestError
 
 _BRANCHES = frozenset({"float", "int", "str", "list[int]", "list[float]", "list[str]"})
-"""The types of a union: pydantic names the one that it tried as a part of the field's path."""
+"""The types of a union: pydantic names the one that it tried as a part of the field's path. Tags of unions are such
+parts, too; here they stand in parentheses."""
 
 _REMEDIES = {
     "bool_type": "Pass true or false",
@@ -26,7 +27,7 @@ def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
     complaints = error.errors()
     no_number = next(filter(_is_null_number, complaints), None)
     first = no_number or complaints[0]
-    parts = [part for part in first["loc"] if part not in _BRANCHES]
+    parts = [part for part in first["loc"] if not _is_branch(part)]
     path = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InvalidRequestError):
@@ -38,6 +39,10 @@ def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
         return InvalidRequestError(message, field=path, value="null", remedy="Pass a finite number, or leave it out")
     value = "(missing)" if first["type"] == "missing" else first.get("input")
     return InvalidRequestError(first["msg"], field=path, value=value, remedy=_REMEDIES.get(first["type"]))
+
+
+def _is_branch(part: int | str) -> bool:
+    return part in _BRANCHES or (isinstance(part, str) and part.startswith("("))
 
 
 def _is_null_number(complaint: ErrorDetails) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from starlette.responses import Response
 
-import mint.wire as wire
-from mint.errors import MintError, OverloadedError
+from mint.errors import MintError
 from mint.server.messages_api.schemas import ErrorCode, MessageError, MessageErrorDetails
+from mint.server.openai.delivery import respond_error
 
 _TYPES = {
     400: "invalid_request_error",
@@ -25,11 +23,7 @@ _NO_THREADS = ErrorCode(error_code="thread_unsupported_request", unsupported=["t
 
 def refuse(error: MintError) -> Response:
     """An error as a response."""
-    body = describe_error(error).model_dump_json().encode()
-    response = Response(body, status_code=error.status, media_type=wire.MEDIA_TYPE)
-    if isinstance(error, OverloadedError):
-        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return response
+    return respond_error(error, describe_error(error))
 
 
 def describe_error(error: MintError) -> MessageError:

@@ -94,13 +94,13 @@ class ToolResultBlock(StrictFields):
 
 def _kind_of_block(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if isinstance(kind, str) else "text"
+    return f"({kind})" if isinstance(kind, str) else "(text)"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Annotated[TextBlock, Tag("(text)")]
+    | Annotated[ToolUseBlock, Tag("(tool_use)")]
+    | Annotated[ToolResultBlock, Tag("(tool_result)")],
     Discriminator(_kind_of_block),
 ]
 
@@ -216,7 +216,7 @@ class MessagesRequest(TokenCountRequest, SamplingOptions):
     labels: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata"})
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] = Field(default_factory=list)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     stream: bool = False
 
 

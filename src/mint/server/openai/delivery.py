@@ -5,6 +5,7 @@ If the client disconnects, its request is cancelled. A writer gives the messages
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Protocol
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 import mint.wire as wire
-from mint.errors import MintError
+from mint.errors import MintError, OverloadedError
 from mint.server.http.bodies import unless_client_leaves
 from mint.server.http.route_table import Call
 from mint.server.openai.generation import ChoiceDelta, generate
@@ -45,6 +46,14 @@ class ReplyWriter(Protocol):
 def respond(message: BaseModel) -> Response:
     """A message as a response."""
     return Response(message.model_dump_json().encode(), media_type=wire.MEDIA_TYPE)
+
+
+def respond_error(error: MintError, body: BaseModel) -> Response:
+    """An error as a response, in the form that a protocol gives it."""
+    response = Response(body.model_dump_json().encode(), status_code=error.status, media_type=wire.MEDIA_TYPE)
+    if isinstance(error, OverloadedError):
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return response
 
 
 def event(message: BaseModel, *, name: str | None = None) -> bytes:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from starlette.responses import Response
 
-import mint.wire as wire
 from mint.errors import AuthenticationError, MintError, NotFoundError, OverloadedError, PromptTooLongError
+from mint.server.openai.delivery import respond_error
 from mint.server.openai.schemas import ErrorBody, ErrorDetails
 
 
 def refuse(error: MintError) -> Response:
     """An error as a response."""
-    response = Response(
-        describe_error(error).model_dump_json().encode(), status_code=error.status, media_type=wire.MEDIA_TYPE
-    )
-    if isinstance(error, OverloadedError):
-        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return response
+    return respond_error(error, describe_error(error))
 
 
 def describe_error(error: MintError) -> ErrorBody:

@@ -81,7 +81,9 @@ def chat_grammar(
     forced = request.forced_tools
     if answer is not None and forced:
         remedy = "Leave out one of them: a forced call is no text in a format"
-        raise InvalidRequestError("cannot be combined with response_format", field="tool_choice", remedy=remedy)
+        value = request.tool_choice if isinstance(request.tool_choice, str) else request.tool_choice.function.name
+        problem = "cannot be combined with a format of the reply"
+        raise InvalidRequestError(problem, field="tool_choice", value=value, remedy=remedy)
     tools = forced or request.offered_tools
     if not forced and (answer is None or not (tools or is_thinking)):
         return answer

@@ -149,17 +149,17 @@ _ITEM_REMEDIES = {
 def _kind_of_item(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
-        return "message"
+        return "(message)"
     if kind not in ("message", "function_call", "function_call_output"):
         remedy = "Pass messages, function_call and function_call_output"
         raise _refuse_type(kind, "input.type", _ITEM_REMEDIES.get(str(kind), remedy))
-    return kind
+    return f"({kind})"
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    Annotated[InputMessage, Tag("(message)")]
+    | Annotated[FunctionCallItem, Tag("(function_call)")]
+    | Annotated[FunctionOutputItem, Tag("(function_call_output)")],
     Discriminator(_kind_of_item),
 ]
 

@@ -80,10 +80,9 @@ class ResponseWriter:
 
     def fail(self, error: MintError) -> Iterator[bytes]:
         """The event that ends a stream with an error."""
-        details = describe_error(error).error
-        code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
-        code = code if error.status >= 500 or isinstance(error, OverloadedError) else "invalid_prompt"
-        failure = details.model_copy(update={"code": code})
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else code
+        failure = describe_error(error).error.model_copy(update={"code": code})
         failed = self._response.model_copy(update={"status": "failed", "error": failure})
         yield self._encoded(self._event("response.failed", response=failed))
 
