@@ -59,8 +59,10 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "lm-eval": ("lm_eval[api]==0.4.13", "transformers>=5.17,<6"),
     "inspect-ai": ("inspect-ai==0.3.285", "openai>=3,<4"),
     "verifiers": ("verifiers==0.4.0", "uv"),  # uv: with it vf-eval starts its agents
+    "openai-agents": ("openai-agents==0.24.0", "openai==3.54.0"),
+    "anthropic": ("anthropic==2.12.0",),
 }
-"""Clients of OpenAI's protocol, each in an environment of its own."""
+"""Clients of OpenAI's and Anthropic's protocols, each in an environment of its own."""
 
 
 def peers_home() -> Path:
@@ -129,5 +131,5 @@ def toolkit_python() -> Path:
 
 
 def client_python(name: str) -> Path:
-    """The interpreter of an environment with a client of OpenAI's protocol."""
+    """The interpreter of an environment with one of `CLIENTS`."""
     return SdkEnvironment(peers_home() / name.replace(" ", "-"), CLIENTS[name]).ensure()

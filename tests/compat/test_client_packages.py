@@ -1,4 +1,4 @@
-"""Clients of OpenAI's protocol, unmodified, against `mint serve`; docs/compatibility.md lists what ran.
+"""Clients of OpenAI's and Anthropic's protocols, unmodified, against `mint serve`; the page lists what ran.
 
 `clients/drive_*.py` hold the checks. The environments come from the package registry, once (`sdk_environments`).
 """
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 DRIVERS = Path(__file__).parent / "clients"
 DRIVER = {"openai 2": "drive_openai.py", "openai 3": "drive_openai.py", "lm-eval": "drive_lm_eval.py"}
-DRIVER |= {"inspect-ai": "drive_inspect.py"}
+DRIVER |= {"inspect-ai": "drive_inspect.py", "openai-agents": "drive_agents.py"}
 
 RESULTS: dict[str, dict[str, Any]] = {}
 

@@ -1,6 +1,6 @@
 """Every field of Anthropic's request types is honoured or refused by name.
 
-`anthropic_fields.json` has the names; a slow test compares them with the newest `anthropic` package.
+`anthropic_fields.json` has the names. `tests/compat/clients` compares them with the `anthropic` package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `openai` package: models, completions, chat, streams, structured outputs, tools, errors."""
+"""The `openai` package: models, completions, chat, responses, streams, structured outputs, tools, errors."""
 
 from __future__ import annotations
 
@@ -122,6 +122,44 @@ def tools() -> None:
         "cat",
         "dog",
     )
+
+
+@check("responses.create: the text of chat; nothing is stored")
+def responses() -> None:
+    chat = CLIENT.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message.content
+    got = CLIENT.responses.create(model=MODEL, input=MESSAGES, temperature=0, max_output_tokens=12)
+    assert got.output_text == chat
+    stored = {"previous_response_id": got.id}
+    raises(openai.BadRequestError, "stored", lambda: CLIENT.responses.create(model=MODEL, input="Hi", **stored))
+
+
+@check("responses.stream: events, the response of the whole")
+def response_stream() -> None:
+    options = {"model": MODEL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 200}
+    with CLIENT.responses.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert final.output_text == CLIENT.responses.create(**options).output_text
+
+
+@check("responses.parse: a pydantic type")
+def response_parse() -> None:
+    got = CLIENT.responses.parse(model=MODEL, input=MESSAGES, max_output_tokens=80, text_format=Animal)
+    assert isinstance(got.output_parsed, Animal)
+
+
+@check("responses: tools, required and their outputs")
+def response_tools() -> None:
+    tool = {"type": "function", "strict": True, **FEED["function"]}
+    options = {"model": MODEL, "max_output_tokens": 80, "tools": [tool]}
+    [call] = CLIENT.responses.create(
+        input=MESSAGES, tool_choice="required", parallel_tool_calls=False, **options
+    ).output
+    assert call.name == "feed" and json.loads(call.arguments)["animal"] in ("cat", "dog")
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "It purrs."}
+    history = [*MESSAGES, call.model_dump(exclude_none=True), told]
+    assert CLIENT.responses.create(input=history, **options).output
 
 
 @check("AsyncOpenAI: 8 requests at once")

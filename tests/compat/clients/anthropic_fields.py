@@ -1,6 +1,6 @@
 """Prints the fields of the request types of the `anthropic` package, and the kinds of blocks and tools, as JSON.
 
-Runs in an environment of its own. `anthropic_fields.json` keeps its output.
+`tests/openai/anthropic_fields.json` keeps them, and its neighbours send each of them with odd values.
 """
 
 from __future__ import annotations
