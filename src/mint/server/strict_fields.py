@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mint.errors import InvalidRequestError
 from mint.types import invalid_request
+from mint.types.first_wrong import FirstWrongElement
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
 
 
-class StrictFields(BaseModel):
+class StrictFields(FirstWrongElement):
     """Treats null as left out, converts no types (`"1"` is no number), and refuses what it does not know by name.
 
     `refused` are the known fields that cannot be honoured. `labels` change no reply, and take any value.

@@ -28,9 +28,7 @@ _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
 _SEQUENCES = (list, tuple, range)
 _NUMPY: dict[str, np.dtype] = {"int64": _INT64, "float32": _FLOAT32}
-# The first wrong number is enough: a million of them would be a million errors.
-_Integers = Annotated[list[int], Field(fail_fast=True)]
-_Numbers = Annotated[_Integers | Annotated[list[float], Field(fail_fast=True)], Field(union_mode="left_to_right")]
+_Numbers = Annotated[list[int] | list[float], Field(union_mode="left_to_right")]
 
 
 class TensorDataJson(StrictValue):
@@ -39,8 +37,8 @@ class TensorDataJson(StrictValue):
     data: _Numbers
     dtype: DType
     shape: list[int] | None = None
-    sparse_crow_indices: _Integers | None = None
-    sparse_col_indices: _Integers | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
 
 
 class TensorData(ArrayValue):

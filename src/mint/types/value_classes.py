@@ -12,10 +12,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
+from mint.types.first_wrong import FirstWrongElement
 from mint.types.validation_errors import invalid_request
 
 
-class StrictValue(BaseModel):
+class StrictValue(FirstWrongElement):
     """A strict value: no coercion, no unknown field. Infinities and NaN survive JSON."""
 
     model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -31,7 +32,7 @@ class Params(StrictValue):
             raise invalid_request(error, type(self).__name__) from error
 
 
-class Result(BaseModel):
+class Result(FirstWrongElement):
     """A result of the server. Unknown fields are ignored, so that a newer server may send more."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")

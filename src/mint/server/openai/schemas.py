@@ -188,8 +188,15 @@ class _SamplingRequest(SamplingOptions):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def _wrong_number_of_prompts(count: int) -> InvalidRequestError:
+    remedy = f"Pass 1 to {MAX_PROMPTS} prompts at once"
+    return InvalidRequestError("is not served", field="prompt", value=f"{count} prompts", remedy=remedy)
+
+
 def _one_of_four(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """One error instead of four."""
+    """One error instead of four. Counts first: each of the four would read them all."""
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise _wrong_number_of_prompts(len(value))
     try:
         return read(value)
     except ValidationError as error:
@@ -215,11 +222,8 @@ class CompletionRequest(_SamplingRequest):
         if self.best_of not in (None, self.n):
             remedy = "Leave it out, or pass the same as n: samples are not ranked"
             raise InvalidRequestError("is not n", field="best_of", value=self.best_of, remedy=remedy)
-        if not 1 <= len(self.prompts) <= MAX_PROMPTS:
-            remedy = f"Pass 1 to {MAX_PROMPTS} prompts at once"
-            raise InvalidRequestError(
-                "is not served", field="prompt", value=f"{len(self.prompts)} prompts", remedy=remedy
-            )
+        if not self.prompts:
+            raise _wrong_number_of_prompts(0)
         for prompt in self.prompts:
             wrong = next((token for token in prompt if isinstance(token, int) and not 0 <= token <= MAX_TOKEN), None)
             if wrong is not None:
