@@ -344,6 +344,31 @@ def test_a_session_whose_opening_was_answered_too_late_is_opened_once(door: Reco
         assert client.create_lora_training_client("mint/tiny", rank=4).get_info()
 
 
+@pytest.mark.parametrize("is_cut", [False, True], ids=["503", "cut off"])
+def test_a_deletion_whose_answer_was_lost_is_done(door: RecordingServer, is_cut: bool) -> None:
+    lost = iter(range(1))
+
+    async def losing(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("method") != "DELETE" or next(lost, None) is None:
+            return await door(scope, receive, send)
+        await door(scope, receive, assert_sent)  # the server has done it; nobody hears of it
+        if not is_cut:
+            return await Response("lost", status_code=503)(scope, receive, send)
+        cut = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]}
+        return await send(cut)
+
+    async def assert_sent(message: dict[str, Any]) -> None:
+        assert message.get("status", 200) == 200
+
+    with http_app(door.running, losing) as url, mint.ServiceClient(base_url=url) as client:
+        path = client.create_lora_training_client("mint/tiny", rank=4).save_state("a").result().path
+        rest = client.create_rest_client()
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        assert sum(name.endswith("/weights/a") for name, _ in door.seen) == 2
+        with pytest.raises(NotFoundError):
+            rest.delete_checkpoint_from_tinker_path(path).result()
+
+
 def test_many_tasks_that_open_one_session_wait_until_it_is_open(door: RecordingServer) -> None:
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path", "").endswith("/create_session"):

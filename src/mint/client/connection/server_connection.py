@@ -32,6 +32,7 @@ RETRIEVE_PATIENCE_S = 3600.0
 NOTIFY_TIMEOUT_S = 10.0
 SHORTEST_POLL_S = 0.3
 TRANSIENT = frozenset({408, 429, 502, 503, 504})
+NOT_FOUND = 404
 GONE = 410
 UNSUPPORTED_MEDIA_TYPE = 415
 PROTO_OR_JSON = f"{wire.Encoding.PROTO.value}, {wire.Encoding.JSON.value}"
@@ -202,8 +203,9 @@ class ServerConnection:
 
         With `connect_patience_s` it gives up after that time already if none of its connections was taken.
         `prefers_result` asks for the result instead of a promise, from servers that can wait. `takes_not_yet` takes
-        "not yet" for a good answer.
+        "not yet" for a good answer. A deletion that is sent again finds nothing if its answer was lost: that is good.
         """
+        may_be_done = False
         backoff: Backoff | None = None
         began = time.monotonic()
         give_up_at = began + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
@@ -224,6 +226,7 @@ class ServerConnection:
                 problem = error
                 if error.may_have_arrived:
                     connect_by = give_up_at
+                    may_be_done = True
                 if prefers_result and error.may_have_arrived:
                     # It may have been accepted: then it is as durable as a promise.
                     give_up_at = max(give_up_at, time.monotonic() + RETRIEVE_PATIENCE_S)
@@ -236,6 +239,8 @@ class ServerConnection:
                     return response
                 if takes_not_yet and is_not_yet(response.status_code, response.content):
                     return response
+                if method == "DELETE" and may_be_done and response.status_code == NOT_FOUND:
+                    return response
                 if encoded is not None and _refuses_proto(response, encoded):
                     self._reads_proto = False
                     encoded = self.encode(encoded.message)
@@ -245,6 +250,7 @@ class ServerConnection:
                     return _good(response)
                 problem = error_of(response.status_code, response.content, response.url)
                 retry_after = response.headers.get("retry-after")
+                may_be_done = may_be_done or response.status_code >= 500
             backoff = backoff or Backoff()
             pause_s = backoff.next_s(retry_after)
             if time.monotonic() + pause_s > min(connect_by, give_up_at):
