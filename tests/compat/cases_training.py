@@ -134,14 +134,43 @@ def gspo(lab: Lab) -> None:
     close(loss_of(output), given.gspo(new, old, advantages, mask))
 
 
-def grpo(lab: Lab, loss: str) -> str:
-    """Sample, reward, advantages, loss, step: the share of even tokens must rise, and q must be the trainer's p."""
+@case("Losses", "stable_reinforce", needs="loss:stable_reinforce")
+def stable_reinforce(lab: Lab) -> None:
+    trainer, new, old, advantages = moved_policy(lab)
+    datum = policy_datum(lab.types, TOKENS, old, advantages)
+    output = trainer.forward_backward([datum], "stable_reinforce").result()
+    close(loss_of(output), given.stable_reinforce(new, old, advantages))
+    output = step(lab, trainer, [datum], "stable_reinforce", kl_coeff=0.5)
+    close(loss_of(output), given.stable_reinforce(new, old, advantages, 0.5))
+
+
+def with_spans(lab: Lab, datum: Any, sequence_id: str, prompt: int, sampled: int) -> Any:
+    """The datum, with the spans of the prompt and of the sampled tokens."""
+    of_prompt, of_sample = lab.types.PromptProvenanceSpan, lab.types.SampledProvenanceSpan
+    return datum.with_provenance(
+        model_input=[
+            of_prompt(sequence_id=sequence_id, length=prompt),
+            of_sample(sequence_id=sequence_id, length=sampled - 1),
+        ],
+        loss_fn_inputs=[
+            of_prompt(sequence_id=sequence_id, offset=1, length=prompt - 1),
+            of_sample(sequence_id=sequence_id, length=sampled),
+        ],
+    )
+
+
+def grpo(lab: Lab, loss: str, *, spans: bool = False) -> str:
+    """Sample, reward, advantages, loss, step: the share of even tokens must rise, and q must be the trainer's p.
+
+    With `spans`, the sampler records stability information, and every datum says what of it was sampled.
+    """
+    recording = {"record_stability_info": True} if spans else {}
     trainer = lab.trainer()
     prompt = TOKENS[:4]
     rewards: list[float] = []
     worst = 0.0
     for turn in range(5):
-        sampler = trainer.save_weights_and_get_sampling_client(name=f"step-{turn}")
+        sampler = trainer.save_weights_and_get_sampling_client(name=f"step-{turn}", **recording)
         response = sampler.sample(
             prompt=lab.types.ModelInput.from_ints(prompt),
             num_samples=8,
@@ -155,7 +184,8 @@ def grpo(lab: Lab, loss: str) -> str:
             before = [0.0] * (len(prompt) - 1)
             tokens = [*prompt, *row.tokens]
             values = [*before, *[float(advantage)] * len(row.tokens)]
-            datums.append(policy_datum(lab.types, tokens, [*before, *row.logprobs], values))
+            datum = policy_datum(lab.types, tokens, [*before, *row.logprobs], values)
+            datums.append(with_spans(lab, datum, row.sequence_id, len(prompt), len(row.tokens)) if spans else datum)
         output = step(lab, trainer, datums, loss)
         for index, row in enumerate(response.sequences):
             difference = logprobs_of(output, index)[len(prompt) - 1 :] - np.asarray(row.logprobs)
@@ -183,6 +213,15 @@ def grpo_cispo(lab: Lab) -> str:
 @case("Loops", "GRPO loop: dro")
 def grpo_dro(lab: Lab) -> str:
     return grpo(lab, "dro")
+
+
+@case(
+    "Loops",
+    "GRPO loop: stable_reinforce, with record_stability_info and provenance spans",
+    needs="types.Datum.with_provenance",
+)
+def grpo_stable_reinforce(lab: Lab) -> str:
+    return grpo(lab, "stable_reinforce", spans=True)
 
 
 @case("Loops", "forward_backward_custom: a DPO loss falls")

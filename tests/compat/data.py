@@ -68,6 +68,11 @@ def dro(new: np.ndarray, old: np.ndarray, advantages: np.ndarray, beta: float = 
     return float(-(new * advantages - 0.5 * beta * (new - old) ** 2).sum())
 
 
+def stable_reinforce(new: np.ndarray, old: np.ndarray, advantages: np.ndarray, kl_coeff: float = 0.01) -> float:
+    taper = np.where(advantages < 0, np.exp(min(float((new - old).sum()), 0.0)), 1.0)
+    return float((-taper * advantages * new + 0.5 * kl_coeff * (new - old) ** 2).sum())
+
+
 def gspo(
     new: np.ndarray, old: np.ndarray, advantages: np.ndarray, mask: np.ndarray, low: float = 0.8, high: float = 1.2
 ) -> float:
