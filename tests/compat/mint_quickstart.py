@@ -1,4 +1,6 @@
-"""MinT's quickstart by its shape: `.env`, SFT, then RL with a reward of one's own, then what was learned.
+"""Every call that MinT's public scripts make, in the order of its quickstart: SFT, RL, saved states, chat.
+
+It stands for those scripts where they cannot be fetched; `test_mint_files.py` compares the calls.
 
 `python mint_quickstart.py` in a folder whose `.env` has MINT_BASE_URL and MINT_API_KEY; prints one JSON line.
 """
@@ -20,8 +22,8 @@ RANK = int(os.environ.get("MINT_LORA_RANK", "16"))
 
 
 def process_sft_example(example: dict[str, str], tokenizer) -> types.Datum:
-    prompt = tokenizer.encode(f"Question: {example['question']}\nAnswer:")
-    completion = [*tokenizer.encode(f" {example['answer']}"), tokenizer.eos_token_id]
+    prompt = tokenizer.encode(f"Question: {example['question']}\nAnswer:", add_special_tokens=True)
+    completion = [*tokenizer.encode(f" {example['answer']}", add_special_tokens=False), tokenizer.eos_token_id]
     tokens = prompt + completion
     weights = [0] * (len(prompt) - 1) + [1] * len(completion)
     return types.Datum(
@@ -77,21 +79,43 @@ def rl(service_client, training_client, tokenizer) -> list[float]:
     return means
 
 
+def chat(sampling_client, tokenizer) -> int:
+    """The number of tokens of a reply to a message in the model's chat template."""
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    prompt = list(tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True))
+    assert len(prompt) > len(tokenizer.encode("Why is the sky blue?"))
+    response = sampling_client.sample(
+        prompt=types.ModelInput.from_ints(tokens=prompt),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=[tokenizer.eos_token_id]),
+    ).result()
+    return len(response.sequences[0].tokens)
+
+
 def main() -> None:
-    service_client = mint.ServiceClient()
+    base_url = os.environ.get("MINT_BASE_URL")
+    service_client = mint.ServiceClient(base_url=base_url) if base_url else mint.ServiceClient()
     names = [row.model_name for row in service_client.get_server_capabilities().supported_models]
     assert BASE_MODEL in names, names
-    training_client = service_client.create_lora_training_client(base_model=BASE_MODEL, rank=RANK, seed=0)
+
+    def new_client():
+        return service_client.create_lora_training_client(
+            base_model=BASE_MODEL, rank=RANK, train_mlp=True, train_attn=True, train_unembed=True
+        )
+
+    training_client = new_client()
     tokenizer = training_client.get_tokenizer()
+    assert tokenizer.vocab_size > 0
     losses = sft(training_client, tokenizer)
     sft_path = training_client.save_state(name="sft-final").result().path
-    resumed = service_client.create_training_client_from_state(sft_path)
+    resumed = new_client()
+    resumed.load_state(sft_path).result()
     means = rl(service_client, resumed, tokenizer)
     path = resumed.save_weights_for_sampler(name="rl-final").result().path
-    sampler = service_client.create_sampling_client(model_path=path)
-    greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
-    row = sampler.sample(types.ModelInput.from_ints(tokenizer.encode("Question:")), 1, greedy).result().sequences[0]
-    print(json.dumps({"losses": losses, "rewards": means, "sft": sft_path, "rl": path, "tokens": len(row.tokens)}))
+    tokens = chat(service_client.create_sampling_client(model_path=path), tokenizer)
+    again = service_client.create_training_client_from_state_with_optimizer(sft_path)
+    losses += sft(again, tokenizer)
+    print(json.dumps({"losses": losses, "rewards": means, "sft": sft_path, "rl": path, "tokens": tokens}))
 
 
 if __name__ == "__main__":

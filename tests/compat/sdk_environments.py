@@ -50,6 +50,15 @@ TOOLKIT = "mindlab-toolkit==0.2.0"
 """MinT's own package over tinker 0.22.0."""
 
 
+MINT_FILES_REQUIREMENTS = (
+    TOOLKIT,
+    "transformers>=4.50,<5",  # preference_chat.py expects a list of `apply_chat_template`, which is a dictionary in 5
+    *("numpy>=2", "jinja2>=3.1.6", "pyarrow>=23.0.1", "datasets>=3.0", "orjson>=3.10", "six>=1.17", "tqdm>=4.66"),
+    *("cn2an>=0.5.23", "jieba>=0.42.1", "nltk>=3.9", "opencc-python-reimplemented>=0.1.7", "pypinyin>=0.55.0"),
+    *("python-Levenshtein>=0.27.0", "rouge-chinese>=1.0.3", "timeout-decorator>=0.5.0"),
+)
+"""What MinT's public scripts and experiments ask for, but for the version of tinker, which is the toolkit's."""
+
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai 3": ("openai==3.54.0",),
     "openai 2": ("openai==2.54.0",),
@@ -128,6 +137,11 @@ def toolkit_python() -> Path:
     """The interpreter of an environment with MinT's own package."""
     requirements = (TOOLKIT, "numpy>=2", "transformers>=5.17,<6")
     return SdkEnvironment(peers_home() / "mindlab-toolkit", requirements).ensure(torch_python())
+
+
+def mint_files_python() -> Path:
+    """The interpreter of an environment for MinT's own public files."""
+    return SdkEnvironment(peers_home() / "mint-files", MINT_FILES_REQUIREMENTS).ensure(torch_python())
 
 
 def client_python(name: str) -> Path:

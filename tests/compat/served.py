@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import httpx
 from mint.models.registry import BUNDLED
 
 MINT = [sys.executable, "-c", "from mint.cli.main import app; app()"]
-START_PATIENCE_S = 60.0
+START_PATIENCE_S = 300.0
 KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
@@ -45,16 +45,17 @@ class Served:
     def run(
         self,
         python: Path,
-        script: Path,
+        script: Path | str,
         *arguments: str,
         owner: str,
         cwd: Path,
         timeout_s: float,
         variables: str = "TINKER",
         path: str = "",
+        more_variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a script there. Its environment names the server, up to `path`, and a key, in variables that begin so,
-        and nothing else of ours."""
+        and `more_variables`, and nothing else of ours."""
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment = {
             **kept,
@@ -62,6 +63,7 @@ class Served:
             f"{variables}_API_KEY": self.key(owner),
             "HF_HUB_OFFLINE": "1",  # a machine without a network fails at once instead of after a minute
             "OMP_NUM_THREADS": "1",
+            **(more_variables or {}),
         }
         return subprocess.run(
             [str(python), str(script), *arguments],
