@@ -39,6 +39,16 @@ def client_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def recipe_table(recipes: Mapping[str, Sequence[str]], results: Mapping[str, str], not_run: Mapping[str, str]) -> str:
+    """A row for each recipe that ran, with its options, and below them those that were not run, with the reason."""
+    lines = ["| recipe | options | result |", "|---|---|---|"]
+    for name, (module, *options) in recipes.items():
+        lines.append(f"| {name} (`{module}`) | {' '.join(options)} | {results[name]} |")
+    lines += ["", f"Not run, {len(not_run)} programs:", "", "| program | why |", "|---|---|"]
+    lines += [f"| `{module}` | {reason} |" for module, reason in not_run.items()]
+    return "\n".join(lines)
+
+
 def _cell(rows: Outcomes, name: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["name"] == name), {"outcome": "failed", "detail": "the driver ended early"})
 
