@@ -17,6 +17,7 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations
 from mint.engine.drawing.draw import TorchDraw
 from mint.engine.drawing.random_stream import streams, uniform_of
+from mint.engine.drawing.token_masks import TokenMasks, packed
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -125,3 +126,42 @@ def test_frequencies_follow_the_distribution(draw: NativeDraw) -> None:
     shares = torch.softmax(logits.double(), 1)[0].numpy()
     found = np.bincount(tokens, minlength=97) / count
     assert (np.abs(found - shares) < 5 * np.sqrt(shares * (1 - shares) / count) + 1e-12).all()
+
+
+def _masks(at: np.ndarray, vocab: int) -> tuple[TokenMasks, np.ndarray]:
+    """Random masks for `at`, none of them empty, and the same as flags, bool [M, V]."""
+    rng = np.random.default_rng(vocab)
+    flags = rng.random((len(at), vocab)) < rng.choice([0.02, 0.5, 0.98], (len(at), 1))
+    flags[np.arange(len(at)), rng.integers(0, vocab, len(at))] = True
+    return TokenMasks(at, np.stack([packed(np.flatnonzero(own), vocab) for own in flags])), flags
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 97, 331, 5003])
+def test_a_mask_changes_the_draw_as_excluded_logits_do_and_no_logprob(draw: NativeDraw, vocab: int) -> None:
+    count = 120
+    columns = {
+        "temperature": np.resize([1.0, 0.6, 0.0, 1.7], count),
+        "top_k": np.resize([-1, -1, 4, -1, 500, 0], count),
+        "top_p": np.resize([1.0, 1.0, 1.0, 0.8, 1.0], count),
+    }
+    logits, table, (rows, slots) = _logits(count, vocab), _table(count, **columns), _all(count)
+    at = np.flatnonzero(np.arange(count) % 3)
+    masks, flags = _masks(at, vocab)
+    excluded = logits.clone()
+    excluded[at] = excluded[at].masked_fill(torch.from_numpy(~flags), -torch.inf)
+    normalisers = torch.logsumexp(logits.double(), 1).numpy()
+    for chosen in (draw, TorchDraw(CpuOperations(torch.float32))):
+        tokens, logprobs, _ = chosen(logits, rows, table, slots, masks)
+        expected, _, _ = chosen(excluded, rows, table, slots)
+        assert np.array_equal(tokens, expected) and flags[np.arange(len(at)), tokens[at]].all()
+        assert masks.allow(tokens[at]).all()
+        np.testing.assert_allclose(logprobs, logits.numpy()[rows, tokens] - normalisers, atol=4e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
+def test_a_mask_that_excludes_all_shows_in_its_token(draw: NativeDraw, temperature: float) -> None:
+    logits, table, (rows, slots) = _logits(3, 97), _table(3, temperature=temperature), _all(3)
+    masks = TokenMasks(np.array([1]), packed(np.array([], np.int64), 97)[None])
+    plain, _, _ = draw(logits, rows, table, slots)
+    tokens, _, _ = draw(logits, rows, table, slots, masks)
+    assert not masks.allow(tokens[[1]]).any() and np.array_equal(tokens[[0, 2]], plain[[0, 2]])

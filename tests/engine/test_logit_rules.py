@@ -18,7 +18,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from mint.engine.drawing.logit_rules import LogitRuleTable, packed
+from mint.engine.drawing.logit_rules import LogitRuleTable
+from mint.engine.drawing.token_masks import packed
 from mint.engine.protocol import LogitBias, LogitRules, SampleJob, StopRule
 from mint.engine.sampling.next_tokens import NO_TOKEN
 from mint.engine.torch_engine import TorchEngine
@@ -41,16 +42,16 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class EvenGrammar:
     """Any number of even tokens, then token 1, which ends the text."""
 
-    has_ended = False
+    ends = frozenset({1})
 
     def start(self) -> EvenGrammar:
         return EvenGrammar()
 
-    def allowed(self) -> np.ndarray:
-        return packed(np.append(np.arange(2, VOCAB, 2), 1), VOCAB)
+    def allowed(self, bits: np.ndarray) -> None:
+        bits[:] = packed(np.append(np.arange(2, VOCAB, 2), 1), VOCAB)
 
     def advance(self, token: int) -> None:
-        self.has_ended = token == 1
+        assert token % 2 == 0 and token > 1
 
 
 def applied(

@@ -12,6 +12,7 @@ import pydantic
 import pytest
 from openai_server import MODEL
 
+from mint.engine.drawing.token_masks import packed
 from mint.models.registry import BUNDLED
 from mint.server.grammars import compile_grammar
 from mint.server.openai.detokenizer import read_vocabulary
@@ -194,9 +195,12 @@ def test_grammars_take_what_the_families_write(name: str) -> None:
     wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
     assert wanted is not None
     ends = sorted(vocabulary.ends)
-    state = compile_grammar(wanted, folder, ends, len(vocabulary.pieces)).start()
+    grammar = compile_grammar(wanted, folder, ends, len(vocabulary.pieces))
+    state, bits, has_ended = grammar.start(), packed(np.array([], np.int64), len(vocabulary.pieces)), False
     for token in [*vocabulary.tokenizer.encode(text, add_special_tokens=False), ends[0]]:
-        if not np.unpackbits(state.allowed(), bitorder="little")[token]:
+        state.allowed(bits)
+        if not np.unpackbits(bits, bitorder="little")[token]:
             break
         state.advance(token)
-    assert state.has_ended == fits
+        has_ended = token in grammar.ends
+    assert has_ended == fits

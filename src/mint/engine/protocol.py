@@ -156,16 +156,11 @@ class LogitBias:
 
 
 class GrammarState(Protocol):
-    """The state of one sequence in a grammar over tokens."""
+    """The state of one sequence in a grammar over tokens. One thread at a time uses it, not always the same."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether an end token has completed the text."""
-        ...
-
-    def allowed(self) -> np.ndarray:
-        """The tokens that may come next, as bits: uint8 [ceil(vocabulary / 8)]; bit i % 8, from the lowest, of byte
-        i // 8 stands for token i. End tokens are among them where the text may end."""
+    def allowed(self, bits: np.ndarray) -> None:
+        """Writes which tokens may come next into `bits`, uint8 [4 · ceil(vocabulary / 32)]: bit i % 8, from the lowest,
+        of byte i // 8 stands for token i. End tokens are among them where the text may end."""
         ...
 
     def advance(self, token: int) -> None:
@@ -175,6 +170,11 @@ class GrammarState(Protocol):
 
 class Grammar(Protocol):
     """The texts that a sequence may be, over the tokens of one vocabulary."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that complete a text where they are allowed."""
+        ...
 
     def start(self) -> GrammarState:
         """The state of an empty text."""

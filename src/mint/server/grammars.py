@@ -21,6 +21,8 @@ from mint.types import StructuredOutputs
 
 FIELD = "structured_outputs"
 KEPT_GRAMMARS, KEPT_VOCABULARIES = 64, 4
+KEPT_TEXTS = 1024
+"""Forced texts of a vocabulary whose tokens are remembered: all samples of a schema have the same, such as its keys."""
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 WHITE_SPACE = r"( |\n[ \t]{0,32})"
@@ -31,36 +33,30 @@ on with blanks for ever."""
 class TokenGrammar:
     """The engine's `Grammar`."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
         self._matcher = matcher
-        self._ends = ends
-        self._size_bytes = -(-vocab_size // 8)
+        self.ends = ends
 
     def start(self) -> TokenGrammarState:
         """The state of an empty text."""
-        return TokenGrammarState(self._matcher.deep_copy(), self._ends, self._size_bytes)
+        return TokenGrammarState(self._matcher.deep_copy())
 
 
 class TokenGrammarState:
     """The engine's `GrammarState`."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int], size_bytes: int) -> None:
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._ends = ends
-        self._size_bytes = size_bytes
-        self.has_ended = False
 
-    def allowed(self) -> np.ndarray:
-        """The tokens that may come next, as bits; none once a limit of llguidance was reached."""
-        bits = self._matcher.compute_bitmask()
+    def allowed(self, bits: np.ndarray) -> None:
+        """Writes the tokens that may come next; none once a limit of llguidance was reached."""
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            return np.zeros(self._size_bytes, np.uint8)
-        return np.frombuffer(bits, np.uint8)[: self._size_bytes]
+            bits[:] = 0
 
     def advance(self, token: int) -> None:
         """Adds a token."""
         self._matcher.consume_token(token)
-        self.has_ended = token in self._ends
 
 
 def compile_grammar(wanted: StructuredOutputs, folder: Path, ends: Sequence[int], vocab_size: int) -> TokenGrammar:
@@ -89,7 +85,7 @@ def compile_grammar(wanted: StructuredOutputs, folder: Path, ends: Sequence[int]
     matcher, problem = _compiled(folder, tuple(ends), vocab_size, grammar)
     if problem:
         raise _refusal(field, text[:200], f"cannot be compiled: {problem}", "Correct it, or leave out that part")
-    return TokenGrammar(matcher, frozenset(ends), vocab_size)
+    return TokenGrammar(matcher, frozenset(ends))
 
 
 def _given(wanted: StructuredOutputs) -> tuple[str, Any]:
@@ -156,8 +152,12 @@ class _Vocabulary:
         self.special_token_ids = special_token_ids
         self.eos_token_id = eos_token_id
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._encode = lru_cache(KEPT_TEXTS)(self._encode_anew)
 
     def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def _encode_anew(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.drawing.draw import GREEDY_BELOW, choose, rules, take
 from mint.engine.drawing.random_stream import uniform_of
+from mint.engine.drawing.token_masks import TokenMasks
 
 
 class NativeDraw:
@@ -20,10 +21,19 @@ class NativeDraw:
         self._kernel = kernels.libraries["draw"].draw_rows
 
     def __call__(
-        self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        table: np.ndarray,
+        slots: np.ndarray,
+        masks: TokenMasks | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         logits = logits.contiguous()
         count = len(rows)
+        mask_of: np.ndarray | None = None
+        if masks is not None:
+            mask_of = np.full(count, -1, np.int64)
+            mask_of[masks.at] = np.arange(len(masks.at))
         tokens = np.empty(count, np.int64)
         logprobs, normalisers = np.empty(count, np.float32), np.empty(count, np.float32)
         columns = table.dtype.fields or {}
@@ -42,6 +52,9 @@ class NativeDraw:
             top_k=columns["top_k"][1],
             top_p=columns["top_p"][1],
             coldest=GREEDY_BELOW,
+            mask_of=mask_of,
+            masks=None if masks is None else masks.bits,
+            words=0 if masks is None else masks.bits.shape[1] // 4,
             tokens=tokens,
             logprobs=logprobs,
             normalisers=normalisers,
@@ -50,6 +63,11 @@ class NativeDraw:
         if len(restricted):
             own, chosen = table[slots[restricted]], rows[restricted]
             uniforms = uniform_of(own["stream"], own["emitted"])
-            tokens[restricted] = choose(take(logits, chosen), uniforms, *rules(own)).numpy()
+            allowed = take(logits, chosen)
+            own_masks = None if masks is None else masks.of(restricted)
+            if own_masks is not None and len(own_masks.at):
+                allowed = allowed.clone()
+                own_masks.exclude(allowed)
+            tokens[restricted] = choose(allowed, uniforms, *rules(own)).numpy()
             logprobs[restricted] = logits.numpy()[chosen, tokens[restricted]] - normalisers[restricted]
         return tokens, logprobs, normalisers

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.drawing.random_stream import uniform_of
+from mint.engine.drawing.token_masks import TokenMasks
 from mint.engine.model.functions import exponentials, row_blocks
 from mint.engine.model.operations import Operations
 from mint.engine.upload import upload
@@ -31,9 +32,15 @@ class Draw(Protocol):
     """Draws the next token of each sequence, as a function of that sequence's row alone."""
 
     def __call__(
-        self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        table: np.ndarray,
+        slots: np.ndarray,
+        masks: TokenMasks | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draws for the sequences in `slots` [N] of `table`, from `rows` [N] of the logits float32 [R, V].
+        """Draws for the sequences in `slots` [N] of `table`, from `rows` [N] of the logits float32 [R, V]; `masks` say
+        which tokens some of the N may draw. Of a sequence that may draw none, the token is any.
 
         Returns tokens int64 [N], their logprobs float32 [N] under the unprocessed logits, which are not finite where
         the logits are not, and the normalisers float32 [N], which are subtracted from the logits. `table` is
@@ -50,9 +57,25 @@ class TorchDraw:
         self._operations = operations
 
     def __call__(
-        self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        table: np.ndarray,
+        slots: np.ndarray,
+        masks: TokenMasks | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        own = table[slots]
+        if masks is None:
+            return self._draw(logits, rows, table[slots])
+        at = masks.at
+        # Their first draw is thrown away: it gives the normalisers of the logits as they are.
+        tokens, logprobs, normalisers = self._draw(logits, rows, without_restrictions(table[slots], at))
+        allowed = take(logits, rows[at]).clone()
+        TokenMasks(np.arange(len(at)), masks.bits).exclude(allowed)
+        tokens[at], _, _ = self._draw(allowed, np.arange(len(at)), table[slots[at]])
+        logprobs[at] = logits_at(logits, rows[at], tokens[at]) - normalisers[at]
+        return tokens, logprobs, normalisers
+
+    def _draw(self, logits: Tensor, rows: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = draw(
             take(logits, rows),
             uniform_of(own["stream"], own["emitted"]),
@@ -62,6 +85,20 @@ class TorchDraw:
         # All in one transfer; a float64 holds each exactly.
         columns = torch.stack([column.double() for column in found]).cpu().numpy()
         return columns[0].astype(np.int64), columns[1].astype(np.float32), columns[2].astype(np.float32)
+
+
+def without_restrictions(own: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The structured rules `own` [N], of which those in `rows` draw plainly."""
+    table = own.copy()
+    table["temperature"][rows], table["top_k"][rows], table["top_p"][rows] = 1.0, -1, 1.0
+    return table
+
+
+def logits_at(logits: Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The logits [R, V] at N places, float32 [N]."""
+    places = (torch.from_numpy(part).to(logits.device) for part in (rows, tokens))
+    found: np.ndarray = logits[tuple(places)].cpu().numpy()
+    return found
 
 
 def processed(logits: Tensor, rows: np.ndarray, own: np.ndarray, tokens: np.ndarray) -> np.ndarray:

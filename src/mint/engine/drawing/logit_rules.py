@@ -18,20 +18,22 @@ import torch
 from torch import Tensor
 
 from mint.engine.drawing.draw import GREEDY_BELOW
-from mint.engine.protocol import GrammarState, LogitRules, SampleJob
+from mint.engine.drawing.token_masks import MaskTable, TokenMasks
+from mint.engine.protocol import LogitRules, SampleJob
 from mint.engine.upload import upload
 
 
-@dataclass
+@dataclass(frozen=True)
 class SequenceRules:
-    """The rules of one sequence, and how far its grammar has come."""
+    """The rules of one sequence."""
 
     rules: LogitRules
     prompt: np.ndarray
     ends: np.ndarray
-    grammar: GrammarState | None
-    only_masks: bool
-    """Whether tokens are excluded, and no logit is changed otherwise."""
+
+
+_FLAGS = np.dtype([("masked", np.bool_), ("grammar", np.bool_), ("changing", np.bool_)])
+"""`masked`: tokens are excluded, by `allowed` or a grammar · `changing`: rules do more than that."""
 
 
 class LogitRuleTable:
@@ -39,33 +41,64 @@ class LogitRuleTable:
 
     def __init__(self) -> None:
         self._of: dict[int, SequenceRules] = {}
+        self._flags: np.ndarray = np.zeros(0, _FLAGS)
+        self._masks = MaskTable()
+        self._unopened: list[int] = []
+        self._ends = np.zeros(0, np.int64)  # of any grammar there was
 
     def add(self, slots: np.ndarray, job: SampleJob) -> None:
         """Starts the rules of a job's samples in `slots`."""
         rules = job.rules
         if rules is None:
             return
-        prompt = np.unique(job.prompt)
-        only_masks = rules == LogitRules(allowed=rules.allowed, grammar=rules.grammar)
-        ends = np.array(sorted(job.stop.token_ids), np.int64)
-        for slot in slots.tolist():
-            grammar = None if rules.grammar is None else rules.grammar.start()
-            self._of[slot] = SequenceRules(rules, prompt, ends, grammar, only_masks)
+        own = SequenceRules(rules, np.unique(job.prompt), np.array(sorted(job.stop.token_ids), np.int64))
+        self._of |= dict.fromkeys(slots.tolist(), own)
+        missing = int(slots.max()) + 1 - len(self._flags)
+        if missing > 0:
+            self._flags = np.concatenate([self._flags, np.zeros(max(missing, len(self._flags)), _FLAGS)])
+        has_grammar = rules.grammar is not None
+        if rules.grammar is not None:
+            self._ends = np.union1d(self._ends, sorted(rules.grammar.ends))
+        is_masked = has_grammar or rules.allowed is not None
+        changes = rules != LogitRules(allowed=rules.allowed, grammar=rules.grammar)
+        self._flags[slots] = (is_masked, has_grammar, changes)
+        if is_masked:
+            self._unopened += slots.tolist()
 
     def remove(self, slots: np.ndarray) -> None:
         """Forgets the rules of `slots`."""
         for slot in slots.tolist() if self._of else ():
-            self._of.pop(slot, None)
+            if self._of.pop(slot, None) is not None and self._flags[slot]["masked"]:
+                self._masks.close(slot)
+        if self._unopened:
+            self._unopened = [slot for slot in self._unopened if slot in self._of]
 
     def note(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Adds a token to each of `slots`, both [N]; returns whether its grammar ends there, bool [N]."""
         ended = np.zeros(len(slots), bool)
-        for row, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
-            grammar = self._of[slot].grammar
-            if grammar is not None:
-                grammar.advance(token)
-                ended[row] = grammar.has_ended
+        going_on = self._flags["grammar"][slots]
+        if not going_on.any():
+            return ended
+        for row in np.flatnonzero((tokens[:, None] == self._ends).any(1) & going_on).tolist():
+            grammar = self._of[int(slots[row])].rules.grammar
+            ended[row] = grammar is not None and int(tokens[row]) in grammar.ends
+        going_on &= ~ended
+        self._masks.advance(slots[going_on], tokens[going_on])
         return ended
+
+    def changing(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the rules of each of `slots` do more than to exclude tokens, bool [N]."""
+        found: np.ndarray = self._flags["changing"][slots]
+        return found
+
+    def masks(self, slots: np.ndarray, width: int) -> TokenMasks | None:
+        """Which tokens each of `slots` [N] may draw next, for those that may not draw all; None if all may."""
+        for slot in self._unopened:
+            rules = self._of[slot].rules
+            self._masks.open(slot, rules.allowed, rules.grammar, width)
+        self._unopened = []
+        at = np.flatnonzero(self._flags["masked"][slots])
+        return TokenMasks(at, self._masks.read(slots[at])) if len(at) else None
 
     def apply(
         self, logits: Tensor, slots: np.ndarray, temperature: np.ndarray, drawn: Callable[[int], np.ndarray]
@@ -75,9 +108,9 @@ class LogitRuleTable:
         `drawn(slot)` are the tokens that a sequence has drawn, int64 [T].
         """
         own = [self._of[slot] for slot in slots.tolist()]
-        _mask(logits, own)
-        if all(sequence.only_masks for sequence in own):
-            return
+        masks = self.masks(slots, logits.shape[1])
+        if masks is not None:
+            masks.exclude(logits)
         tokens = [drawn(slot) for slot in slots.tolist()]
         _add_biases(logits, own, tokens)
         _penalise(logits, own, tokens)
@@ -140,35 +173,6 @@ class _Places:
         rows, tokens = upload(self._device, np.concatenate(self._rows), np.concatenate(self._tokens))
         (values,) = upload(self._device, np.concatenate(self._values))
         return rows, tokens, values
-
-
-def _mask(logits: Tensor, own: list[SequenceRules]) -> None:
-    """Excludes what `allowed` or the grammar of a sequence excludes."""
-    width = logits.shape[1]
-    rows, masks = [], []
-    for row, sequence in enumerate(own):
-        parts = [] if sequence.rules.allowed is None else [packed(sequence.rules.allowed, width)]
-        if sequence.grammar is not None:
-            parts.append(sequence.grammar.allowed())
-        if parts:
-            rows.append(row)
-            masks.append(parts[0] if len(parts) == 1 else parts[0] & parts[1])
-    if not rows:
-        return
-    excluded = np.unpackbits(~np.stack(masks), axis=1, count=width, bitorder="little").view(np.bool_)
-    (flags,) = upload(logits.device, excluded)
-    if len(rows) == len(own):
-        logits.masked_fill_(flags, -torch.inf)
-    else:
-        (places,) = upload(logits.device, np.array(rows))
-        logits[places] = logits[places].masked_fill_(flags, -torch.inf)
-
-
-def packed(tokens: np.ndarray, width: int) -> np.ndarray:
-    """Token ids as bits, uint8 [ceil(width / 8)]: bit i % 8, from the lowest, of byte i // 8 stands for token i."""
-    flags = np.zeros(width, bool)
-    flags[tokens] = True
-    return np.packbits(flags, bitorder="little")
 
 
 def _apply_min_p(logits: Tensor, own: list[SequenceRules], temperature: np.ndarray) -> None:

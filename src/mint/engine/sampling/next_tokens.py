@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mint.engine.drawing.draw import Draw, processed, take
+from mint.engine.drawing.draw import Draw, logits_at, processed, take, without_restrictions
+from mint.engine.drawing.token_masks import TokenMasks
 from mint.engine.sampling.sequences import Sequences
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
@@ -48,45 +48,48 @@ def next_tokens(draw: Draw, sequences: Sequences, slots: np.ndarray, rows: np.nd
     """Draws for `slots` [N], from their `rows` [N] of the logits float32 [R, V], and adds the tokens to `sequences`."""
     own = sequences.of[slots]
     ruled = np.flatnonzero(own["ruled"])
-    # The policy's own logprobs: rules change what is drawn, not what the policy says of it.
-    table = _without_restrictions(own, ruled) if len(ruled) else own
+    changing, masks = ruled, None
+    if len(ruled):
+        are_changing = sequences.rules.changing(slots[ruled])
+        changing, only_masked = ruled[are_changing], ruled[~are_changing]
+        masks = sequences.rules.masks(slots[only_masked], logits.shape[1])
+        if masks is not None:
+            masks = TokenMasks(only_masked[masks.at], masks.bits)
+    # The policy's own logprobs: rules change what is drawn, not what the policy says of it. Of sequences whose logits
+    # change, the first draw is thrown away.
+    table = without_restrictions(own, changing) if len(changing) else own
     everyone = np.arange(len(slots))
-    tokens, logprobs, normalisers = draw(logits, rows, table, everyone)
+    tokens, logprobs, normalisers = draw(logits, rows, table, everyone, masks)
     finite = np.isfinite(logprobs)
     possible = np.ones(len(slots), bool)
+    if masks is not None:
+        possible[masks.at] = masks.allow(tokens[masks.at])
+        finite[masks.at] = np.isfinite(normalisers[masks.at])
     changed = logits
-    if len(ruled):
-        changed = take(logits, rows[ruled]).clone()
-        sequences.rules.apply(changed, slots[ruled], own["temperature"][ruled], sequences.tokens)
-        tokens[ruled], _, _ = draw(changed, np.arange(len(ruled)), own, ruled)
-        logprobs[ruled] = _at(logits, rows[ruled], tokens[ruled]) - normalisers[ruled]
-        possible[ruled] = np.isfinite(_at(changed, np.arange(len(ruled)), tokens[ruled]))
+    if len(changing):
+        changed = take(logits, rows[changing]).clone()
+        sequences.rules.apply(changed, slots[changing], own["temperature"][changing], sequences.tokens)
+        tokens[changing], _, _ = draw(changed, np.arange(len(changing)), own, changing)
+        logprobs[changing] = logits_at(logits, rows[changing], tokens[changing]) - normalisers[changing]
+        possible[changing] = np.isfinite(logits_at(changed, np.arange(len(changing)), tokens[changing]))
     drawn_from = None
     if own["processed"].any() or own["both"].any():
         drawn_from = np.zeros(len(slots), np.float32)
         asked = own["processed"] | own["both"]
-        plain = np.flatnonzero(asked & ~own["ruled"])
-        if len(plain):
-            drawn_from[plain] = processed(logits, rows[plain], own[plain], tokens[plain])
-        inside = np.flatnonzero(asked[ruled])
+        inside = np.flatnonzero(asked[changing])
         if len(inside):
-            drawn_from[ruled[inside]] = processed(changed, inside, own[ruled[inside]], tokens[ruled[inside]])
+            drawn_from[changing[inside]] = processed(changed, inside, own[changing[inside]], tokens[changing[inside]])
+        asked[changing] = False
+        plain = np.flatnonzero(asked)
+        if len(plain):
+            allowed = take(logits, rows[plain])
+            if masks is not None:
+                allowed = allowed.clone()
+                masks.of(plain).exclude(allowed)
+            everything = np.arange(len(plain))
+            drawn_from[plain] = processed(allowed, everything, own[plain], tokens[plain])
         logprobs = np.where(own["processed"], drawn_from, logprobs)
     if own["width"].any():
         sequences.note_best(slots, rows, logits)
     ended = sequences.note(slots, tokens, logprobs, drawn_from if own["both"].any() else None)
     return NextTokens(tokens, logprobs, ended, finite, possible)
-
-
-def _without_restrictions(own: np.ndarray, ruled: np.ndarray) -> np.ndarray:
-    """The structured rows `own` [N], of which those in `ruled` draw plainly: their draw is thrown away."""
-    table = own.copy()
-    table["temperature"][ruled], table["top_k"][ruled], table["top_p"][ruled] = 1.0, -1, 1.0
-    return table
-
-
-def _at(logits: Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The logits [R, V] at N places, float32 [N]."""
-    places = (torch.from_numpy(part).to(logits.device) for part in (rows, tokens))
-    found: np.ndarray = logits[tuple(places)].cpu().numpy()
-    return found

@@ -87,34 +87,52 @@ typedef struct {
     const char *table; /* of sequences, `stride` bytes each; then where in them the columns are */
     int64_t stride, stream, emitted, temperature, top_k, top_p;
     double coldest;
+    const int64_t *mask_of; /* the mask of each row drawn from, or -1; null: none has one */
+    const uint32_t *masks;  /* [., words]: bit i % 32 of word i / 32 is set if token i may be drawn */
+    int64_t words;
     int64_t *tokens;
     float *logprobs, *normalisers;
 } DrawRows;
 
+/* The logits of a row, with -inf where the mask excludes. */
+static void exclude(const float *row, int64_t width, const uint32_t *mask, float *allowed) {
+    for (int64_t at = 0; at < width; at += 32) {
+        const uint32_t word = mask[at / 32];
+        const int64_t count = width - at < 32 ? width - at : 32;
+        for (int64_t j = 0; j < count; j++) allowed[at + j] = word >> j & 1 ? row[at + j] : -INFINITY;
+    }
+}
+
 /* For `rows` of logits a token by the rule in `slots` of the table, and its logprob under the logits as they are: the best
-   one where the temperature is below `coldest`, and -1 where top-k or top-p leave some out. Normalisers: logsumexp. */
+   one where the temperature is below `coldest`, and -1 where top-k or top-p leave some out. Normalisers: logsumexp. A mask
+   changes the token, and not the logprobs. */
 int draw_rows(const DrawRows *in, int64_t first, int64_t last) {
     const int64_t width = in->width, stretches = (width + STRETCH - 1) / STRETCH;
-    float *sums = malloc(sizeof(float) * stretches), weights[STRETCH];
+    float *sums = malloc(sizeof(float) * (stretches + (in->mask_of ? width : 0))), weights[STRETCH];
     if (!sums) return 2;
+    float *allowed = sums + stretches;
     for (int64_t i = first; i < last; i++) {
         const char *own = in->table + in->slots[i] * in->stride;
         const double temperature = *(const double *)(own + in->temperature), top_p = *(const double *)(own + in->top_p);
         const int64_t top_k = *(const int64_t *)(own + in->top_k);
         const float *row = in->logits + in->rows[i] * width, most = largest(row, width);
         const double plain = weigh_row(row, width, most, 1.0f, sums, 0);
+        const int64_t mask = in->mask_of ? in->mask_of[i] : -1;
+        if (mask >= 0) exclude(row, width, in->masks + mask * in->words, allowed);
+        const float *drawn = mask >= 0 ? allowed : row, best = mask >= 0 ? largest(allowed, width) : most;
         int64_t token = 0;
         if (temperature < in->coldest) {
-            while (token < width - 1 && row[token] != most) token++;
+            while (token < width - 1 && drawn[token] != best) token++;
         } else if ((top_k > 0 && top_k < width) || top_p < 1) {
             token = -1;
         } else {
             const float divisor = temperature;
-            double total = divisor == 1.0f ? plain : weigh_row(row, width, most, divisor, sums, 0), inside = 0;
+            double total = plain, inside = 0;
+            if (divisor != 1.0f || mask >= 0) total = weigh_row(drawn, width, best, divisor, sums, 0);
             uint64_t bits = mixed(*(const uint64_t *)(own + in->stream) ^ *(const uint64_t *)(own + in->emitted));
             double wanted = (double)(bits >> 11) * 0x1p-53;
             token = find(sums, stretches, total, &wanted) * STRETCH;
-            weigh_stretch(row, token, width, most, divisor, weights);
+            weigh_stretch(drawn, token, width, best, divisor, weights);
             for (int j = 0; j < STRETCH; j++) inside += weights[j];
             token += find(weights, STRETCH, inside, &wanted);
             if (token >= width) token = width - 1;
