@@ -22,7 +22,7 @@ from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, rows_at_once
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.layer_parts import Mlp
-from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
+from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RequestFailedError
 
@@ -33,8 +33,10 @@ QWEN3_06B = {
 }  # fmt: skip
 
 
-def _engine(folder: Path, *, dtype: str = "float32", recompute: bool | None = None) -> TorchEngine:
-    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", recompute=recompute)  # ty: ignore[invalid-argument-type]
+def _engine(
+    folder: Path, *, dtype: str = "float32", recompute: bool | None = None, native: Path | None = None
+) -> TorchEngine:
+    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", recompute=recompute, native=native)  # ty: ignore[invalid-argument-type]
     engine.load_base("base", str(folder))
     engine.create_model("m", "base", LORA)
     train(engine, "m")
@@ -62,6 +64,23 @@ def test_computing_activations_again_changes_no_bit(tmp_path: Path, dtype: str, 
         result = engine.forward_backward("m", random_data(3, count=8, shared=10), CROSS_ENTROPY)
         results.append(([row.tobytes() for row in result.logprobs], result.metrics, _take_gradient(engine)))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_computing_a_few_trained_rows_again_changes_no_bit(
+    tmp_path: Path, native_folder: Path, family: str, dtype: str, is_native: bool
+) -> None:
+    """The last layer computes these rows alone: fewer than a product with a gradient needs."""
+    write_model(tmp_path, "tied", family=family)
+    data = [datum(np.arange(20, 50), prompt=27)]
+    results = []
+    for recompute in (False, True):
+        engine = _engine(tmp_path, dtype=dtype, recompute=recompute, native=native_folder if is_native else None)
+        result = engine.forward_backward("m", data, resolve_loss("cross_entropy", {"trained_only": 1}))
+        results.append(([row.tobytes() for row in result.logprobs], result.metrics, _take_gradient(engine)))
+    assert results[0] == results[1] and any(results[0][2])
 
 
 def test_a_sequence_beyond_the_budget_is_computed_again_without_being_asked(

@@ -53,9 +53,14 @@ from mint.models.tensor_files import StoredTensor
 
 @dataclass(frozen=True)
 class _ForwardBatch:
-    """The arguments of one forward that every layer reads. The first `count` rows are tokens, the rest is padding."""
+    """The arguments of one forward that every layer reads. The first `count` rows are tokens, the rest is padding.
+
+    `least` rows are what products need. A layer that is computed twice must not ask `rows_needed` itself: autograd runs
+    it first without and then with gradients, for which that differs.
+    """
 
     count: int
+    least: int
     attention: Attention
     delta_rule: DeltaRule | None
     loras: Sequence[LoraRows]
@@ -147,7 +152,7 @@ class Decoder:
         least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         contexts = {rope: self._context(rope, positions) for rope in self.rope_tables}
-        batch = _ForwardBatch(count, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
+        batch = _ForwardBatch(count, least, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
         last = len(self.weights.layers) - 1
         for index in range(len(self.weights.layers)):
@@ -199,7 +204,7 @@ class Decoder:
     def _taken(self, batch: _ForwardBatch, count: int) -> _ForwardBatch:
         """The same for `count` of the rows, which have one lora."""
         loras = [LoraRows(0, count, batch.loras[0].weights)]
-        return replace(batch, count=count, loras=cover(loras, count, max(count, rows_needed(self._matrices))))
+        return replace(batch, count=count, loras=cover(loras, count, max(count, batch.least)))
 
     def _attend(
         self,
