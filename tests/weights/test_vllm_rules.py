@@ -1,5 +1,5 @@
 """An exported adapter keeps the rules by which vLLM's own loader takes one (`vllm/lora/peft_helper.py`,
-`lora_model.py`, `utils.py`), as read there. vLLM itself does not run here."""
+`lora_model.py`, `utils.py`), as read there. The slow suite loads it with vLLM itself: `test_other_programs.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mint.compose.export import export_checkpoint
 from mint.models.tensor_files import open_tensors
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""What vLLM's Qwen3 lets loras replace; loras on lm_head are only for architectures that declare it."""
+"""What vLLM's Qwen3 lets loras replace in its layers."""
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of `--max-lora-rank`; an adapter's rank may be any up to it."""
