@@ -18,7 +18,7 @@ import numpy as np
 from mint.config import read_settings
 from mint.engine.protocol import LogitRules, SampleJob, StopRule
 from mint.engine.torch_engine import TorchEngine
-from mint.server.grammars import compile_grammar
+from mint.server.grammars.compiler import compile_grammar
 from mint.types import StructuredOutputs
 
 RECORD = {
@@ -47,7 +47,8 @@ def main() -> None:
     engine = TorchEngine(dtype=wanted.dtype, threads=1, device="cpu", native=read_settings().native_folder)
     base = engine.load_base("base", str(wanted.folder))
     began = time.process_time()
-    grammar = compile_grammar(StructuredOutputs(json_schema=SCHEMA), wanted.folder, base.eos_token_ids, base.vocab_size)
+    schema = StructuredOutputs(json_schema=SCHEMA)
+    grammar = compile_grammar(schema, wanted.folder, base.eos_token_ids, base.vocab_size, owner="local")
     compiled_ms = 1e3 * (time.process_time() - began)
 
     def cost(rules: LogitRules | None, turn: int) -> np.ndarray:

@@ -50,7 +50,7 @@ HOMES: dict[str, frozenset[str]] = {
     "tensorboard": frozenset({"rl/tracking/trackers.py"}),
     "wandb": frozenset({"rl/tracking/trackers.py"}),
     "trackio": frozenset({"rl/tracking/trackers.py"}),
-    "llguidance": frozenset({"server/grammars.py"}),
+    "llguidance": frozenset({"server/grammars/compiler.py"}),
     "math_verify": frozenset({"rl/tasks/math_worker.py"}),
     "pydantic_monty": frozenset({"sandbox/monty.py"}),
     "reasoning_gym": frozenset({"recipes/task_sources/reasoning_gym.py"}),

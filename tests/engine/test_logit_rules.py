@@ -20,8 +20,7 @@ from transformers import (
 
 from mint.engine.drawing.logit_rules import LogitRuleTable
 from mint.engine.drawing.token_masks import packed
-from mint.engine.protocol import LogitBias, LogitRules, SampleJob, StopRule
-from mint.engine.sampling.next_tokens import NO_TOKEN
+from mint.engine.protocol import NO_TOKEN, LogitBias, LogitRules, SampleJob, StopRule
 from mint.engine.torch_engine import TorchEngine
 
 VOCAB = 97

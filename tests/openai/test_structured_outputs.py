@@ -14,7 +14,7 @@ from openai_server import MODEL
 
 from mint.engine.drawing.token_masks import packed
 from mint.models.registry import BUNDLED
-from mint.server.grammars import compile_grammar
+from mint.server.grammars.compiler import compile_grammar
 from mint.server.openai.detokenizer import read_vocabulary
 from mint.server.openai.schemas import ChatRequest
 from mint.server.openai.structured import chat_grammar
@@ -195,7 +195,7 @@ def test_grammars_take_what_the_families_write(name: str) -> None:
     wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
     assert wanted is not None
     ends = sorted(vocabulary.ends)
-    grammar = compile_grammar(wanted, folder, ends, len(vocabulary.pieces))
+    grammar = compile_grammar(wanted, folder, ends, len(vocabulary.pieces), owner="local")
     state, bits, has_ended = grammar.start(), packed(np.array([], np.int64), len(vocabulary.pieces)), False
     for token in [*vocabulary.tokenizer.encode(text, add_special_tokens=False), ends[0]]:
         state.allowed(bits)

@@ -13,7 +13,10 @@ import pytest
 
 import mint
 from mint import types
-from mint.errors import InvalidRequestError, RequestFailedError
+from mint.errors import InvalidRequestError
+from mint.models.registry import BUNDLED
+from mint.server.grammars import compiler
+from mint.server.grammars.compiler import compile_grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -147,9 +150,65 @@ def test_what_is_no_grammar_is_refused_by_name(
     assert refused.value.field == field and refused.value.remedy
 
 
-def test_a_grammar_beyond_the_limits_fails_its_own_request(sampler: mint.SamplingClient) -> None:
-    with pytest.raises(RequestFailedError, match="too complex"):
-        draw(sampler, 1, wanted={"regex": "(a{1000}){1000}"})
+LINKS = 5_500
+TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
+    "a chain of references": (
+        {
+            "json_schema": {
+                "$ref": "#/$defs/d0",
+                "$defs": {
+                    **{f"d{link}": {"$ref": f"#/$defs/d{link + 1}"} for link in range(LINKS)},
+                    f"d{LINKS}": {"type": "string"},
+                },
+            }
+        },
+        "too deep a recursion",
+    ),
+    "a chain of rules": (
+        {"grammar": "start: a0\n" + "".join(f"a{link}: a{link + 1}\n" for link in range(18_000)) + 'a18000: "x"'},
+        "too deep a recursion",
+    ),
+    "a large divisor": ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "more than 0.5 s"),
+    "many optional parts": ({"regex": "[ab]?" * 16_000}, "more than"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_grammar_that_takes_too_much_to_compile_is_refused_and_the_service_goes_on(
+    sampler: mint.SamplingClient, name: str
+) -> None:
+    """The first two overflow the stack of llguidance's compiler, the others hold a thread for seconds to minutes."""
+    wanted, reason = TOO_MUCH[name]
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=f"it takes {reason}.*Make it smaller"):
+            draw(sampler, 1, wanted=wanted)
+    assert len(draw(sampler, 2, wanted={"choice": ["a"]})) == 2
+
+
+def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
+    folder = BUNDLED["mint/tiny"]
+    wanted = types.StructuredOutputs(choice=["a word that nobody else asks for"])
+    compile_grammar(wanted, folder, [0], 512, owner="alice")
+    hits = compiler._compiled.cache_info().hits
+    compile_grammar(wanted, folder, [0], 512, owner="alice")
+    assert compiler._compiled.cache_info().hits == hits + 1
+    compile_grammar(wanted, folder, [0], 512, owner="bob")
+    assert compiler._compiled.cache_info().hits == hits + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wanted": {"regex": "(a{1000}){1000}"}},
+        {"wanted": {"regex": "ab"}, "min_tokens": 50},
+        {"wanted": {"regex": "a"}, "allowed_token_ids": [5]},
+    ],
+)
+def test_rules_that_exclude_every_token_are_the_callers_mistake(
+    sampler: mint.SamplingClient, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs.*(exclude every token|takes more than)"):
+        draw(sampler, 1, **options)
     assert len(draw(sampler, 2, wanted={"choice": ["a"]})) == 2
 
 

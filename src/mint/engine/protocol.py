@@ -268,9 +268,11 @@ class SampleResult:
     top-k pairs per place (None in the same places), where asked.
 
     `target_prompt_logprobs` float32 [Q] are those of the job's pairs, `prompt_alt_tokens` [P - 1, K] its draws.
-    `samples` is empty where `max_tokens` was 0. With an `error` the job failed (its weights give no finite logits) or
-    was cancelled (`CANCELLED`), and the rest is empty. Other jobs of the call are not affected. `reused` counts the
-    tokens of the prompt that were not computed, because an earlier job had."""
+    `samples` is empty where `max_tokens` was 0. With an `error` the job failed (its weights give no finite logits),
+    its rules exclude every token (`NO_TOKEN`), or it was cancelled (`CANCELLED`), and the rest is empty. Other jobs
+    of the call are not affected. `reused` counts the tokens of the prompt that were not computed, because an earlier
+    job had.
+    """
 
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None = None
@@ -283,6 +285,9 @@ class SampleResult:
 
 CANCELLED = "cancelled"
 """`SampleResult.error` of a job that was cancelled."""
+
+NO_TOKEN = "no token"
+"""`SampleResult.error` of a job whose rules exclude every token."""
 
 
 TokenListener = Callable[[int, int, float], None]

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from mint.engine.drawing.draw import Draw, logits_at, processed, take, without_restrictions
 from mint.engine.drawing.token_masks import TokenMasks
+from mint.engine.protocol import NO_TOKEN
 from mint.engine.sampling.sequences import Sequences
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
-NO_TOKEN = (
-    "The sampling rules of this request exclude every token: allowed_token_ids, logit_bias, min_tokens and "
-    "structured_outputs contradict one another, or the grammar is too complex. Relax one of them"
-)
 
 
 @dataclass(frozen=True)

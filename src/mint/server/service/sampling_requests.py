@@ -5,6 +5,7 @@ A client sends a lost request again, and gets the same samples. `sampling_sessio
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 import time
@@ -18,6 +19,7 @@ from mint.errors import (
     ConnectionLostError,
     InvalidRequestError,
     MintError,
+    MissingExtraError,
     OverloadedError,
     RequestCancelledError,
     from_wire,
@@ -75,14 +77,14 @@ class SamplingRequests:
             OverloadedError: too much of this owner, or of all owners, waits already.
         """
         sampler, number, count, request = self._reader.read_sample(body)
-        self._sampling_sessions.require(caller, sampler)
+        row = self._sampling_sessions.require(caller, sampler)
         if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
             remedy = "Count from 0, below 2**63"
             raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
         name = request_id(sampler, number)
         fingerprint = hashlib.sha256(body).hexdigest()
         if isinstance(request, SampleRequest):
-            request = self._with_logprobs_mode(request, caller)
+            request = self._prepared(self._with_logprobs_mode(request, caller), caller, row)
         request = self._deaths.failure(name) or request
         with self._accepting:
             known = self._futures.fingerprint(name)
@@ -122,6 +124,8 @@ class SamplingRequests:
         Raises:
             MintError: what the request failed with; `OverloadedError` if too many wait.
         """
+        if request.sampling_params.structured_outputs is not None:
+            await asyncio.to_thread(self._sampling_sessions.prepare, caller, weights, request.sampling_params)
         name = f"now:{uuid.uuid4().hex}"
         sample = QueuedSample(
             name,
@@ -163,6 +167,14 @@ class SamplingRequests:
             event.set()
         error = RequestCancelledError("the request was cancelled by its client", request_id=name)
         self._futures.finish({name: FutureResult.of_error(error)})
+
+    def _prepared(self, request: SampleRequest, caller: Caller, row: SamplerRow) -> SampleRequest | MintError:
+        """The request, or the error with which it fails."""
+        try:
+            self._sampling_sessions.prepare(caller, row, request.sampling_params)
+        except (InvalidRequestError, MissingExtraError) as error:
+            return error
+        return request
 
     def _with_logprobs_mode(self, request: SampleRequest, caller: Caller) -> SampleRequest:
         """The request with the mode that its caller's key or this server gives to requests that name none."""

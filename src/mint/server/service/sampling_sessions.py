@@ -13,6 +13,8 @@ import mint.wire as wire
 from mint.errors import ConflictError, InvalidRequestError
 from mint.server.callers import Caller
 from mint.server.disk_space import DiskSpace
+from mint.server.grammars.compiler import compile_grammar
+from mint.server.grammars.trial import try_grammar
 from mint.server.ids import sampler_id, seed_root, session_of
 from mint.server.journal_use import JournalUse
 from mint.server.service.sessions import Sessions
@@ -22,7 +24,7 @@ from mint.server.store.journal import Journal
 from mint.server.store.rows import SamplerRow
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.samplers import Samplers
-from mint.types import CreateSamplingSessionResponse, SamplerInfo
+from mint.types import CreateSamplingSessionResponse, SamplerInfo, SamplingParams
 from mint.wire.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 from mint.wire.responses import JoinSamplingSessionResponse
 
@@ -94,6 +96,23 @@ class SamplingSessions:
         # Outside of the lock: samplers that are made meanwhile share the next fsync.
         self._journal.durability.wait_durable(commit)
         return CreateSamplingSessionResponse(sampling_session_id=name)
+
+    def prepare(self, caller: Caller, row: SamplerRow, params: SamplingParams) -> None:
+        """Tries out the grammar of a request to the sampler, and compiles it, so that the engine need not wait for it.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled, or takes too much.
+            MissingExtraError: llguidance is not installed.
+            OverloadedError: too many grammars of the caller wait.
+        """
+        wanted = params.structured_outputs
+        if wanted is None:
+            return
+        folder = self._base_models.folder(row.base_model)
+        try_grammar(wanted, folder, owner=caller.owner)
+        base = self._base_models.loaded(row.base_model)
+        if base is not None:
+            compile_grammar(wanted, folder, base.eos_token_ids, base.vocab_size, owner=caller.owner)
 
     def info(self, caller: Caller, name: str) -> SamplerInfo:
         """What a sampler samples from."""

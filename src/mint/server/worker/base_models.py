@@ -72,6 +72,10 @@ class BaseModels:
             self._infos[key] = self._engine.load_base(key, key)
         return self._infos[key]
 
+    def loaded(self, name: str) -> BaseInfo | None:
+        """The engine's description of a base model; None while it is not loaded."""
+        return self._infos.get(self.key(name))
+
     @property
     def loaded_count(self) -> int:
         """How many base models the engine holds."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 import mint.wire as wire
-from mint.engine.protocol import CANCELLED, BaseInfo, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
-from mint.errors import RequestFailedError
-from mint.server.grammars import compile_grammar
+from mint.engine.protocol import CANCELLED, NO_TOKEN, BaseInfo, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
+from mint.errors import InvalidRequestError, RequestFailedError
+from mint.server.grammars.compiler import compile_grammar
 from mint.server.ids import sample_seed
 from mint.server.queue.futures import FutureResult
 from mint.server.store.rows import SamplerRow
@@ -19,6 +19,7 @@ from mint.types import PromptAltTokens, SampledSequence, SampleResponse, Samplin
 from mint.wire.requests import SampleRequest
 
 _NUMBERS = ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_p")
+_RULES = (*_NUMBERS, "allowed_token_ids", "logit_bias", "structured_outputs")
 _NO_RULES = LogitRules()
 
 
@@ -54,7 +55,7 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
         target_prompt_logprobs=None if targets is None else validation.target_pairs(targets, len(prompt), base),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_scope=owner,
-        rules=_logit_rules(params, base, folder),
+        rules=_logit_rules(params, base, folder, owner),
     )
 
 
@@ -75,11 +76,12 @@ def _stop_rule(params: SamplingParams, eos: tuple[int, ...], folder: Path) -> St
     return StopRule(ids | ends | extra, strings, vocabulary)
 
 
-def _logit_rules(params: SamplingParams, base: BaseInfo, folder: Path) -> LogitRules | None:
+def _logit_rules(params: SamplingParams, base: BaseInfo, folder: Path, owner: str) -> LogitRules | None:
     """None where nothing changes the logits."""
     grammar = None
     if params.structured_outputs is not None:
-        grammar = compile_grammar(params.structured_outputs, folder, base.eos_token_ids, base.vocab_size)
+        wanted = params.structured_outputs
+        grammar = compile_grammar(wanted, folder, base.eos_token_ids, base.vocab_size, owner=owner)
     allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, np.int64))
     bias = None
     if params.logit_bias is not None and len(params.logit_bias) > 0:
@@ -94,9 +96,21 @@ def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
     """The encoded result, or the error with which the request failed."""
     if result.error == CANCELLED:
         return FutureResult.of_error(RequestFailedError("The request was cancelled"))
+    if result.error == NO_TOKEN:
+        return FutureResult.of_error(_contradiction(request.sampling_params))
     if result.error is not None:
         return FutureResult.of_error(RequestFailedError(result.error))
     return FutureResult(wire.encode_result(_response(request, result)))
+
+
+def _contradiction(params: SamplingParams) -> InvalidRequestError:
+    given = [name for name in _RULES if getattr(params, name) != type(params).model_fields[name].default]
+    return InvalidRequestError(
+        "exclude every token: they contradict one another, or the grammar is too complex",
+        field="sampling_params",
+        value=given,
+        remedy="Relax one of them",
+    )
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:

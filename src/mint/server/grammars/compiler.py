@@ -1,7 +1,7 @@
-"""Structured outputs as grammars over a model's tokens, by llguidance.
+"""Grammars over a model's tokens, by llguidance.
 
-llguidance bounds the work of a grammar and of each token. A grammar beyond its limits is refused when it is read, or
-excludes every token where that shows only later.
+llguidance bounds the work of each token: a grammar beyond its limits excludes every token. It does not bound the work
+of its compiler, therefore `trial` comes first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from mint.tokenizer import special_token_ids, token_bytes
 from mint.types import StructuredOutputs
 
 FIELD = "structured_outputs"
-KEPT_GRAMMARS, KEPT_VOCABULARIES = 64, 4
+KEPT_GRAMMARS, KEPT_VOCABULARIES = 16, 4
 KEPT_TEXTS = 1024
 """Forced texts of a vocabulary whose tokens are remembered: all samples of a schema have the same, such as its keys."""
+
+SHOWN_CHARACTERS = 200
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 WHITE_SPACE = r"( |\n[ \t]{0,32})"
@@ -59,36 +61,50 @@ class TokenGrammarState:
         self._matcher.consume_token(token)
 
 
-def compile_grammar(wanted: StructuredOutputs, folder: Path, ends: Sequence[int], vocab_size: int) -> TokenGrammar:
+def compile_grammar(
+    wanted: StructuredOutputs, folder: Path, ends: Sequence[int], vocab_size: int, *, owner: str
+) -> TokenGrammar:
     """The grammar over the tokens of a base model in `folder`, whose texts end with one of `ends`.
+
+    Compiled grammars are kept for each owner alone.
 
     Raises:
         InvalidRequestError: not exactly one field is given, or it cannot be read, or is too large.
         MissingExtraError: llguidance is not installed.
     """
-    try:
-        import llguidance  # an extra
-    except ImportError as error:
-        remedy = "pip install 'mint[structured]', where the model runs"
-        raise MissingExtraError("structured outputs need llguidance", remedy=remedy) from error
-    field, value = _given(wanted)
-    text = json.dumps(value) if not isinstance(value, str) else value
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        problem = f"has {len(text)} characters"
-        raise _refusal(field, f"{text[:100]}…", problem, f"At most {MAX_GRAMMAR_CHARACTERS} are compiled")
+    field, value = field_and_value(wanted)
+    require_short(field, value)
     if not ends:
-        raise _refusal(field, "(any)", "needs an end token, and the model has none", "Use a model with an end token")
+        raise refusal(field, "(any)", "needs an end token, and the model has none", "Use a model with an end token")
     try:
-        grammar = _as_llguidance(llguidance.LLMatcher, field, value)
+        text = grammar_text(field, value)
     except (ValueError, RecursionError) as error:
-        raise _refusal(field, text[:200], f"cannot be read: {error}", "Correct it") from error
-    matcher, problem = _compiled(folder, tuple(ends), vocab_size, grammar)
+        raise refusal(field, value, f"cannot be read: {error}", "Correct it") from error
+    matcher, problem = _compiled(owner, folder, tuple(ends), vocab_size, text)
     if problem:
-        raise _refusal(field, text[:200], f"cannot be compiled: {problem}", "Correct it, or leave out that part")
+        raise refusal(field, value, f"cannot be compiled: {problem}", "Correct it, or leave out that part")
     return TokenGrammar(matcher, frozenset(ends))
 
 
-def _given(wanted: StructuredOutputs) -> tuple[str, Any]:
+def require_llguidance() -> None:
+    """Checks that the compiler is installed.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    try:
+        import llguidance  # noqa: F401 - an extra
+    except ImportError as error:
+        remedy = "pip install 'mint[structured]', where the model runs"
+        raise MissingExtraError("structured outputs need llguidance", remedy=remedy) from error
+
+
+def field_and_value(wanted: StructuredOutputs) -> tuple[str, Any]:
+    """The one field that is given.
+
+    Raises:
+        InvalidRequestError: there are several, or none.
+    """
     given = {name: value for name, value in wanted if value is not None and value is not False}
     if len(given) != 1:
         names = ", ".join(StructuredOutputs.model_fields)
@@ -96,8 +112,42 @@ def _given(wanted: StructuredOutputs) -> tuple[str, Any]:
     return next(iter(given.items()))
 
 
+def require_short(field: str, value: Any) -> None:
+    """Checks the length of a grammar.
+
+    Raises:
+        InvalidRequestError: it is too long.
+    """
+    length = len(_as_text(value))
+    if length > MAX_GRAMMAR_CHARACTERS:
+        raise refusal(field, value, f"has {length} characters", f"At most {MAX_GRAMMAR_CHARACTERS} are compiled")
+
+
+def refusal(field: str, value: Any, problem: str, remedy: str) -> InvalidRequestError:
+    """The error that names the field, and the beginning of its value."""
+    text = _as_text(value)
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return InvalidRequestError(problem, field=f"{FIELD}.{field}", value=shown, remedy=remedy)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def grammar_text(field: str, value: Any) -> str:
+    """The grammar in llguidance's own form.
+
+    Raises:
+        ValueError, RecursionError: it cannot be read.
+        MissingExtraError: llguidance is not installed.
+    """
+    require_llguidance()
+    from llguidance import LLMatcher
+
+    return _as_llguidance(LLMatcher, field, value)
+
+
 def _as_llguidance(compiler: Any, field: str, value: Any) -> str:
-    """The grammar in llguidance's own form."""
     spaces = {"whitespace_pattern": WHITE_SPACE}
     if field == "json_object":
         return compiler.grammar_from_json_schema({"type": "object"}, overrides=spaces)
@@ -120,14 +170,23 @@ def _as_llguidance(compiler: Any, field: str, value: Any) -> str:
 
 
 @lru_cache(KEPT_GRAMMARS)
-def _compiled(folder: Path, ends: tuple[int, ...], vocab_size: int, grammar: str) -> tuple[Any, str]:
+def _compiled(owner: str, folder: Path, ends: tuple[int, ...], vocab_size: int, grammar: str) -> tuple[Any, str]:
+    return first_state(_vocabulary(folder, ends, vocab_size), grammar)
+
+
+def first_state(tokens: Any, grammar: str) -> tuple[Any, str]:
     """A matcher at the beginning of a text, and what is wrong with its grammar."""
     import llguidance  # an extra
 
-    matcher = llguidance.LLMatcher(_vocabulary(folder, ends, vocab_size), grammar, log_level=0)
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits show here first
     return matcher, matcher.get_error().split("\n<state>")[0] if matcher.is_error() else ""
+
+
+def vocabulary(folder: Path) -> Any:
+    """The tokens of the base model in `folder`, to try a grammar with: any token may end a text."""
+    return _vocabulary(folder, (0,), len(token_bytes(folder)))
 
 
 @lru_cache(KEPT_VOCABULARIES)
@@ -160,7 +219,3 @@ class _Vocabulary:
     def _encode_anew(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
-
-
-def _refusal(field: str, value: str, problem: str, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(problem, field=f"{FIELD}.{field}", value=value, remedy=remedy)

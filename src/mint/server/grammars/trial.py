@@ -1,0 +1,78 @@
+"""Whether a grammar can be compiled with little time, memory and stack: tried in a process that a bad one may end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mint.errors import OverloadedError
+from mint.server.child_process import ChildProcess
+from mint.server.grammars.compiler import field_and_value, refusal, require_llguidance, require_short
+from mint.types import StructuredOutputs
+
+WAITING_PER_OWNER = 2
+WALL_S = 60.0
+"""For a machine that is so busy that half a second of a processor takes that long."""
+
+KEPT_VERDICTS = 1024
+
+_turn = threading.Lock()
+_process = ChildProcess("mint.server.grammars.trial_process")
+_counting = threading.Lock()
+_waiting: Counter[str] = Counter()
+
+
+def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
+    """Checks that a grammar compiles for the base model in `folder`, within the limits of `trial_process`.
+
+    Verdicts are kept for each owner alone: the time of a request tells nobody what others have asked.
+
+    Raises:
+        InvalidRequestError: not exactly one field is given, or it cannot be read, or takes too much to compile.
+        MissingExtraError: llguidance is not installed.
+        OverloadedError: too many grammars of this owner wait, or the process cannot be started.
+    """
+    require_llguidance()
+    field, value = field_and_value(wanted)
+    require_short(field, value)
+    verdict = _verdict(owner, folder, field, json.dumps(value))
+    if "excess" in verdict:
+        problem = f"cannot be compiled: it takes {verdict['excess']}"
+        raise refusal(field, value, problem, "Make it smaller, less deep, or less exact")
+    if "problem" in verdict:
+        raise refusal(field, value, f"cannot be compiled: {verdict['problem']}", "Correct it, or leave out that part")
+
+
+@lru_cache(KEPT_VERDICTS)
+def _verdict(owner: str, folder: Path, field: str, value: str) -> dict[str, Any]:
+    with _counting:
+        if _waiting[owner] >= WAITING_PER_OWNER:
+            raise OverloadedError(
+                f"{WAITING_PER_OWNER} other grammars of yours are being compiled", remedy="Send it again in a second"
+            )
+        _waiting[owner] += 1
+    try:
+        with _turn:
+            return _asked({"folder": str(folder), "field": field, "value": json.loads(value)})
+    finally:
+        with _counting:
+            _waiting[owner] -= 1
+
+
+def _asked(task: dict[str, Any]) -> dict[str, Any]:
+    message = json.dumps(task).encode()
+    for _ in range(2):  # it may have ended just before
+        with suppress(EOFError, OSError):
+            found = _process.ask([message], 1, limit_s=WALL_S)
+            if found is None:
+                break
+            verdict: dict[str, Any] = json.loads(found[0])
+            return verdict
+        _process.close()
+    _process.close()
+    raise OverloadedError("the process that compiles grammars does not answer", remedy="Try again in a minute")
