@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
@@ -35,9 +36,9 @@ from mint.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from mint.server.callers import LOCAL
+from mint.server.callers import LOCAL, Caller
 from mint.server.http.access_log import OWNER_KEY, ROUTE_KEY, AccessLog, AccessObserver
-from mint.server.http.auth import Admit, Authenticate, Recall, Screen, require_operator
+from mint.server.http.auth import Admit, Authenticate, OpenKeys, Recall, Screen, require_operator
 from mint.server.http.bodies import Bodies
 from mint.server.http.route_table import Call, RouteRow, RunBlocking, respond_json
 from mint.server.service.service import Service
@@ -52,6 +53,7 @@ DELAYED_STATUS = 500
 SLOW_ERROR_S = 1.0
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+Identify = Callable[[Request], Awaitable[Caller]]
 
 
 class Exposition(Protocol):
@@ -106,9 +108,12 @@ def create_app(
     run_quick = _at_once if executor is None else _on_threads(executor)
     run_slow = run_quick if disk_executor is None else _on_threads(disk_executor)
 
+    identify = None if authenticate is None else _identification(authenticate, recall, run_quick)
+    open_keys = OpenKeys(identify)
+
     def route(row: RouteRow) -> Route:
         run_operation = run_slow if row.waits_for_disk else run_quick
-        endpoint = _endpoint(service, row, authenticate, recall, is_operator, screen, bodies, run_quick, run_operation)
+        endpoint = _endpoint(service, row, identify, open_keys, is_operator, screen, bodies, run_quick, run_operation)
         return Route(row.path, endpoint, methods=[row.method])
 
     app = Starlette(
@@ -139,11 +144,18 @@ def _on_threads(executor: Executor) -> RunBlocking:
     return run
 
 
+def _identification(authenticate: Authenticate, recall: Recall, run_blocking: RunBlocking) -> Identify:
+    async def identify(request: Request) -> Caller:
+        return recall(request) or await run_blocking(authenticate, request)
+
+    return identify
+
+
 def _endpoint(
     service: Service,
     row: RouteRow,
-    authenticate: Authenticate | None,
-    recall: Recall,
+    identify: Identify | None,
+    open_keys: OpenKeys,
     is_operator: Admit,
     screen: Screen | None,
     bodies: Bodies,
@@ -161,8 +173,8 @@ def _endpoint(
         try:
             if screen is not None:
                 screen(request)
-            if authenticate is not None and not row.is_open:
-                caller = recall(request) or await run_check(authenticate, request)
+            if identify is not None and not row.is_open:
+                caller = await identify(request)
                 if row.for_operators:
                     await run_check(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
@@ -176,6 +188,7 @@ def _endpoint(
                 runs=service.training_runs,
                 checkpoints=service.checkpoints,
                 sessions=service.stored_sessions,
+                use_key=partial(open_keys.use, request),
             )
             if body is not None:
                 call = replace(call, body=body.content, release_body=body.release)

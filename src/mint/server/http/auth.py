@@ -2,19 +2,23 @@
 
 A web page in a browser can send requests to a server on the same machine: directly (its `Origin` header shows that), or
 through a host name of its own that resolves to this machine (its `Host` header shows that). Programs send neither.
+
+A key is checked when a request comes. What takes long is done under an `OpenKey`, which goes on checking.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from mint.errors import AuthenticationError, ForeignPageError, OperatorOnlyError
+from mint.errors import AuthenticationError, ForeignPageError, MintError, OperatorOnlyError
 from mint.server.callers import Caller
 from mint.server.http.key_guesses import GuardedKeys
 
@@ -38,6 +42,12 @@ Recall = Callable[[Request], Caller | None]
 
 Admit = Callable[[Caller], bool]
 """Whether a caller is an operator of the server. May read the database."""
+
+CHECKED_S = 0.5
+"""How often a key is checked while something is done for it."""
+
+Check = Callable[[Request], Awaitable[object]]
+"""Raises `AuthenticationError` if the key of a request is not valid any more."""
 
 Screen = Callable[[Request], None]
 """Refuses a request, whoever sends it, by raising a `MintError`."""
@@ -166,3 +176,89 @@ def address_of(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
+
+
+class OpenKey:
+    """A key for which something is being done."""
+
+    def __init__(self) -> None:
+        self._revoked = asyncio.Event()
+        self._waiting: set[asyncio.Task[object]] = set()
+
+    def revoke(self) -> None:
+        """Notes that the key is not valid any more, and ends the waits for it."""
+        self._revoked.set()
+        for task in self._waiting:
+            task.cancel()
+
+    def require_valid(self) -> None:
+        """Does nothing while the key is valid.
+
+        Raises:
+            AuthenticationError: it was revoked.
+        """
+        if self._revoked.is_set():
+            remedy = "Ask the operator for another one: mint keys create --owner NAME"
+            raise AuthenticationError("the API key was revoked meanwhile", remedy=remedy)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Something that the current task waits for, and that ends when the key is revoked.
+
+        Raises:
+            AuthenticationError: the key was revoked.
+        """
+        self.require_valid()
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # as asyncio.timeout does: if somebody else has cancelled the task, too, it stays cancelled
+            if self._revoked.is_set() and task.uncancel() == 0:
+                self.require_valid()
+            raise
+        finally:
+            self._waiting.discard(task)
+
+
+class OpenKeys:
+    """The keys for which something is being done. Each is checked by one task, however many requests it has."""
+
+    def __init__(self, check: Check | None) -> None:
+        """None if no keys are asked for: none is ever revoked."""
+        self._check = check
+        self._open: dict[str, tuple[OpenKey, asyncio.Task[None]]] = {}
+        self._users: dict[str, int] = {}
+
+    @contextmanager
+    def use(self, request: Request) -> Generator[OpenKey]:
+        """Checks the key of this request until the end of the context."""
+        if self._check is None:
+            yield OpenKey()
+            return
+        key = key_of(request)
+        if key not in self._open:
+            opened = OpenKey()
+            self._open[key] = opened, asyncio.create_task(self._watch(self._check, request, opened))
+        opened, watching = self._open[key]
+        self._users[key] = self._users.get(key, 0) + 1
+        try:
+            yield opened
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                watching.cancel()
+                del self._users[key], self._open[key]
+
+    async def _watch(self, check: Check, request: Request, opened: OpenKey) -> None:
+        while True:
+            await asyncio.sleep(CHECKED_S)
+            try:
+                await check(request)
+            except AuthenticationError:
+                opened.revoke()
+                return
+            except MintError:  # the database cannot be read, so nothing is known of the key
+                continue

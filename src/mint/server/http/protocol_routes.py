@@ -120,7 +120,8 @@ async def _result_or_promise(call: Call, promise: UntypedPromise, kind: ResultKi
     if call.request.headers.get(wire.PREFER) != wire.WAIT:
         return respond(promise)
     call.release_body()
-    result = await call.service.futures.wait(promise.request_id, call.service.results.long_poll_s)
+    with call.use_key() as key, key.waiting():
+        result = await call.service.futures.wait(promise.request_id, call.service.results.long_poll_s)
     if result is None:
         return respond(promise)
     response = await _respond_result(call, result, kind)
@@ -159,7 +160,8 @@ async def retrieve_future(call: Call) -> Response:
     name = RequestId.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
-        result = await call.service.results.retrieve(call.caller, request_id)
+        with call.use_key() as key, key.waiting():
+            result = await call.service.results.retrieve(call.caller, request_id)
     except NotFoundError as error:
         return respond_json(wire.encode_error(error), status=410 if is_sample else 200)
     if result is not None:
@@ -171,7 +173,9 @@ async def retrieve_future(call: Call) -> Response:
 
 async def retrieve_futures(call: Call) -> Response:
     """Long poll for whichever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
-    return respond(await call.service.results.retrieve_many(call.caller, call.body))
+    with call.use_key() as key, key.waiting():
+        found = await call.service.results.retrieve_many(call.caller, call.body)
+    return respond(found)
 
 
 def cancel_future(call: Call) -> Response:

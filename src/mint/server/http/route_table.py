@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from starlette.responses import Response
 import mint.wire as wire
 from mint.errors import MintError
 from mint.server.callers import Caller
+from mint.server.http.auth import OpenKey
 from mint.server.service.service import Service
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.session_catalog import SessionCatalog
@@ -31,8 +33,8 @@ class RunBlocking(Protocol):
 class Call:
     """A request whose sender is known and whose body is complete, decompressed and within its limits.
 
-    `runs`, `checkpoints` and `sessions` are what is stored, for management. `release_body` gives the memory of the body
-    back before the call is over.
+    `runs`, `checkpoints` and `sessions` are what is stored, for management. What takes long is done under `use_key`,
+    and ends when the key is revoked. `release_body` gives the memory of the body back before the call is over.
     """
 
     service: Service
@@ -42,6 +44,7 @@ class Call:
     runs: TrainingRunCatalog
     checkpoints: CheckpointCatalog
     sessions: SessionCatalog
+    use_key: Callable[[], AbstractContextManager[OpenKey]]
     body: bytes = b""
     release_body: Callable[[], None] = lambda: None
 

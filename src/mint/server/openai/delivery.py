@@ -1,6 +1,6 @@
 """Sends a generated reply: whole, or as server-sent events while it is sampled.
 
-If the client disconnects, its request is cancelled. A writer gives the messages their form.
+If the client disconnects, or its key is revoked, its request is cancelled. A writer gives the messages their form.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ async def deliver(call: Call, generation: GenerationRequest, writer: ReplyWriter
         MintError: what the sampling failed with, in a stream only before the first token.
     """
     source = generate(call.service, generation, live=stream)
-    if not stream:
-        return respond(await unless_client_leaves(call.request, _whole(source, writer)))
-    # errors before the first token have a status of their own, so the stream begins after it
-    first = await unless_client_leaves(call.request, anext(source))
-    return StreamingResponse(_events(source, first, writer), media_type="text/event-stream")
+    with call.use_key() as key, key.waiting():
+        if not stream:
+            return respond(await unless_client_leaves(call.request, _whole(source, writer)))
+        # errors before the first token have a status of their own, so the stream begins after it
+        first = await unless_client_leaves(call.request, anext(source))
+    return StreamingResponse(_events(call, source, first, writer), media_type="text/event-stream")
 
 
 async def _whole(source: AsyncGenerator[ChoiceDelta], writer: ReplyWriter) -> BaseModel:
@@ -81,14 +82,18 @@ async def _whole(source: AsyncGenerator[ChoiceDelta], writer: ReplyWriter) -> Ba
         return writer.whole([delta async for delta in source])
 
 
-async def _events(source: AsyncGenerator[ChoiceDelta], first: ChoiceDelta, writer: ReplyWriter) -> AsyncIterator[bytes]:
+async def _events(
+    call: Call, source: AsyncGenerator[ChoiceDelta], first: ChoiceDelta, writer: ReplyWriter
+) -> AsyncIterator[bytes]:
     async with aclosing(source):
         try:
-            for written in writer.events(first):
-                yield written
-            async for delta in source:
-                for written in writer.events(delta):
+            with call.use_key() as key:
+                for written in writer.events(first):
                     yield written
+                async for delta in source:
+                    key.require_valid()
+                    for written in writer.events(delta):
+                        yield written
         except MintError as error:
             for written in writer.fail(error):
                 yield written
