@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, datum, failure, make_sampler, open_service, pass_body
 
+import mint.wire as wire
 from mint.engine.state_digest import digest_of_state
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, DamagedDataError, RecoveryDivergedError
 from mint.server.ids import file_stem
+from mint.server.ops.readiness import Readiness
+from mint.server.ops.stopped_models import stopped_models
 from mint.server.store.checkpoint_folders import MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, read_checkpoint
 from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.rows import ENCODINGS
 from mint.server.store.snapshot_files import read_snapshot, read_weights
 
 FLIPS = 200
@@ -52,6 +57,79 @@ def test_a_pending_payload_that_was_changed_is_not_run_and_its_model_stops(tmp_p
     after = failure(lambda: harness.run("optim_step", model_id, 5, STEP))
     assert isinstance(after, RecoveryDivergedError) and "damaged" in str(after)
     assert harness.run("optim_step", other, 2, STEP)["state_digest"]
+    service.stop()
+
+
+DAMAGED_COLUMNS = {
+    "status": ("UPDATE jobs SET status = 'dooe' WHERE seq_id = 4", "status of request 4"),
+    "status of a result": ("UPDATE jobs SET status = 'done' WHERE seq_id = 4", "request 4 (optim_step) is done"),
+    "status of an error": ("UPDATE jobs SET status = 'failed' WHERE seq_id = 4", "status of request 4"),
+    "encoding": ("UPDATE jobs SET encoding = 'application/jsoo' WHERE seq_id = 4", "encoding of request 4"),
+    "attempts": ("UPDATE jobs SET attempts = 'many' WHERE seq_id = 4", "attempts of request 4"),
+    "applied_seq, lower": ("UPDATE models SET applied_seq = 1", "applied_seq"),
+    "applied_seq, higher": ("UPDATE models SET applied_seq = 9", "lost finished requests"),
+    "applied_seq, no number": ("UPDATE models SET applied_seq = 'two'", "applied_seq"),
+}
+
+
+@pytest.mark.parametrize(("statement", "told"), DAMAGED_COLUMNS.values(), ids=DAMAGED_COLUMNS)
+def test_a_damaged_column_of_a_pending_request_is_named_and_stops_its_model(
+    tmp_path: Path, statement: str, told: str
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    stop_with_a_pending_step(harness, model_id)
+    edit(tmp_path, statement)
+    service = open_service(tmp_path)
+    harness = Harness(service, harness.session_id)
+    other = harness.create_model(1)
+    with suppress(DamagedDataError):  # of some, the journal says that request 3 has run
+        harness.send("forward_backward", model_id, 3, GOOD_PASS)
+    error = failure(lambda: harness.wait(f"{model_id}:4"))
+    assert isinstance(error, DamagedDataError | RecoveryDivergedError) and told in str(error)
+    after = failure(lambda: harness.run("optim_step", model_id, 5, STEP))
+    assert isinstance(after, RecoveryDivergedError | DamagedDataError) and "damaged" in str(after)
+    assert harness.run("forward_backward", other, 1, GOOD_PASS)
+    problems = asyncio.run(Readiness(service).problems())
+    assert any("the journal is damaged" in problem and model_id not in problem for problem in problems)
+    service.stop()
+    [stopped] = stopped_models(tmp_path, lambda state, digest: True)
+    assert stopped.model_id == model_id
+
+
+def test_the_store_knows_every_encoding_of_a_request() -> None:
+    assert set(ENCODINGS) == set(wire.Encoding)
+
+
+@pytest.mark.parametrize("statement", ["status = 'pending'", "status = 'dooe'", "encoding = 'application/jsoo'"])
+def test_a_damaged_column_of_a_finished_request_is_named_when_its_result_is_read(
+    tmp_path: Path, statement: str
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    harness.service.stop()
+    edit(tmp_path, f"UPDATE jobs SET {statement}, result = NULL WHERE seq_id = 1")
+    service = open_service(tmp_path)
+    error = failure(lambda: Harness(service, harness.session_id).wait(f"{model_id}:1"))
+    assert isinstance(error, DamagedDataError) and "of request 1 (forward_backward)" in str(error)
+    service.stop()
+
+
+@pytest.mark.parametrize("applied_seq", [1, 9, "'two'"])
+def test_a_model_that_waits_for_nothing_stops_if_its_last_request_is_damaged(
+    tmp_path: Path, applied_seq: int | str
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    harness.service.stop()
+    edit(tmp_path, f"UPDATE models SET applied_seq = {applied_seq}")
+    service = open_service(tmp_path)
+    error = failure(lambda: Harness(service, harness.session_id).run("forward_backward", model_id, 3, GOOD_PASS))
+    assert isinstance(error, DamagedDataError) and ("applied_seq" in str(error) or "lost finished" in str(error))
     service.stop()
 
 
@@ -253,10 +331,10 @@ def test_no_flipped_bit_of_a_payload_or_a_result_is_accepted(trained: tuple[Harn
         row = journal.job(model_id, seq_id)
         assert row is not None
         with pytest.raises(DamagedDataError, match=f"the {column} of request {seq_id}"):
-            row.verify_checksum()
+            row.verify()
         with journal.database.transaction(durable=False) as transaction:
             transaction.execute(statement, value=content, seq_id=seq_id)
         restored = journal.job(model_id, seq_id)
         assert restored is not None
-        restored.verify_checksum()
+        restored.verify()
     journal.close()

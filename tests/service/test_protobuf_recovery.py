@@ -65,6 +65,7 @@ def results_as_json(folder: Path) -> int:
             assert not result.startswith(b"{")
             old = wire.result_as_json(result, ForwardBackwardOutput)
             database.execute("UPDATE jobs SET result = ?, result_sha256 = NULL WHERE rowid = ?", (old, rowid))
+        database.execute("UPDATE models SET settings_sha256 = NULL")
         database.commit()
         return len(rows)
 
@@ -122,6 +123,7 @@ def test_a_result_of_other_bits_is_noticed_in_either_encoding(tmp_path: Path) ->
             change(
                 tmp_path / name,
                 "UPDATE jobs SET result = (SELECT zeroblob(0)), result_sha256 = NULL WHERE seq_id = 4",
+                "UPDATE models SET settings_sha256 = NULL",
             )
         again = reopen(harness, tmp_path / name)
         error = failure(lambda: again.run("optim_step", model_id, 5, STEP))  # noqa: B023

@@ -132,6 +132,7 @@ def test_a_journal_with_digests_of_an_older_form_is_replayed_and_checked(
     if not is_sound:
         journal = Journal(tmp_path / JOURNAL_FILE)
         journal.database.write("UPDATE jobs SET digest = 'x' || substr(digest, 2), result_sha256 = NULL")
+        journal.database.write("UPDATE models SET settings_sha256 = NULL")
         journal.database.write("DELETE FROM snapshots WHERE seq_id > 6")
         journal.close()
     harness = Harness(torch_service(tmp_path), harness.session_id)

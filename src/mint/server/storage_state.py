@@ -63,7 +63,7 @@ class StorageState:
         self.problem: StorageProblem | None = None
         """What is wrong; None while the storage works. For others to read."""
         self.damage: str | None = None
-        """What is wrong with the journal's file, as it was found first; None while no page was found damaged."""
+        """What is wrong with the journal's file, as it was found first; None while no damage was found."""
         self._free_bytes = LEAST_FREE_BYTES
         self._pause_s = FIRST_PAUSE_S
         self._recovered_at = float("-inf")
@@ -106,9 +106,9 @@ class StorageState:
             threading.Thread(target=self._try_again, name="mint-storage", daemon=True).start()
 
     def note_damage(self, reason: str) -> None:
-        """Remembers that a page of the journal is damaged. What does not need that page goes on."""
+        """Remembers that a page or a row of the journal is damaged. What does not need it goes on."""
         if self.damage is None:
-            self.damage = f"the journal is damaged ({reason}); what needs the damaged pages has stopped"
+            self.damage = f"the journal is damaged ({reason}); what needs the damaged part has stopped"
             log.error("%s. %s", self.damage, DAMAGE_REMEDY)
 
     def keep_trying(self, what: str, write: Callable[[], None], size_bytes: int = 0) -> None:

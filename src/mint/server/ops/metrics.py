@@ -262,7 +262,7 @@ class _ServiceState(Collector):
         )
         yield GaugeMetricFamily(
             "mint_journal_damaged",
-            "1 once a damaged page of the journal was found; models that need it have stopped.",
+            "1 once a damaged page or row of the journal was found; models that need it have stopped.",
             value=float(self._service.journal_damage is not None),
         )
         yield GaugeMetricFamily(

@@ -131,7 +131,7 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
             raise InvalidRequestError("is in use by a running program", field="model", value=model_id, remedy=remedy)
         stopped = _describe(journal, data_dir, row, is_sound)
         if decision is not Decision.RETRY:
-            row.verify_checksum()
+            row.verify()
             _require_possible(stopped, decision)
         saved = None if decision is Decision.RETRY else _save_snapshot(journal, data_dir, row, stopped)
         journal.restart_model(
@@ -192,7 +192,7 @@ def _replay(journal: Journal, stopped: StoppedModel, decision: Decision) -> dict
     return {
         # what has failed is not run in any case: this spares it the check of its payload, which may be why it failed
         job.seq_id: REPLAY_ACCEPTED if decision is Decision.ACCEPT and _is_done(job) else REPLAY_LOST
-        for job in journal.jobs(stopped.model_id, after=stopped.snapshot or 0, status=("done", "failed"))
+        for job in journal.finished_jobs(stopped.model_id, after=stopped.snapshot or 0)
     }
 
 
@@ -206,23 +206,24 @@ def _describe(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound
 def _describe_readable(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound) -> StoppedModel:
     snapshots = journal.snapshots(row.model_id)
     newest = next((each.seq_id for each in snapshots if _is_good(each, data_dir, is_sound)), None if snapshots else 0)
-    finished = journal.jobs(row.model_id, after=newest or 0, status=("done", "failed"))
+    finished = journal.finished_jobs(row.model_id, after=newest or 0)
     cleared = passes_without_effect(finished)
     done = [job for job in finished if _is_done(job) and job.seq_id not in cleared]
     requests = tuple(FinishedRequest(job.seq_id, job.kind) for job in done)
     owner = journal.owner(row.model_id)
-    return StoppedModel(row.model_id, owner, row.diverged or "", newest, requests, _obstacle(done))
+    return StoppedModel(row.model_id, owner, row.diverged or "", newest, requests, _obstacle(row, done))
 
 
 def _is_done(job: JobRow) -> bool:
     return job.status == "done" and job.replay != REPLAY_LOST
 
 
-def _obstacle(done: list[JobRow]) -> str | None:
+def _obstacle(row: ModelRow, done: list[JobRow]) -> str | None:
     """Why these requests cannot be replayed."""
     for job in done:
         try:
-            job.verify_checksum()
+            row.verify_finished(job)
+            job.verify()
         except DamagedDataError as error:
             return error.message
         if job.payload is None and job.kind in CHANGING_KINDS:

@@ -81,9 +81,14 @@ class RequestReader:
 
     def is_repeat(self, existing: JobRow, row: JobRow, request: BaseModel | MintError) -> bool:
         """Whether a request is the one that already has its place: the same bytes, or the same message in other
-        bytes."""
+        bytes.
+
+        Raises:
+            DamagedDataError: the row of the other request is damaged.
+        """
         if existing.kind == "missing" or existing.sha256 == row.sha256:
             return True
+        existing.verify()
         if existing.kind != row.kind or isinstance(request, MintError):
             return False
         if existing.payload is None:  # pruned

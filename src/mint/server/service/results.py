@@ -17,6 +17,7 @@ from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.store.journal import Journal
+from mint.server.store.rows import FINISHED, JobRow
 from mint.server.worker.snapshots import RETAINED_BYTES, RETAINED_RESULTS
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import RetrieveFuturesRequest
@@ -77,7 +78,7 @@ class Results:
             if not parsed.is_sample:
                 row = await asyncio.to_thread(self._journal.job, parsed.target_id, parsed.number)
             if row is not None:
-                await asyncio.to_thread(row.verify_checksum)
+                await asyncio.to_thread(self._verify, row)
         except DamagedDataError as error:  # final: clients would ask again for ever if it was a server's error
             log.error("%s", error)
             return FutureResult.of_error(error)
@@ -93,6 +94,14 @@ class Results:
         if row is None or row.result is None:
             raise NotFoundError("does not exist or was deleted", field="request_id", value=name)
         return FutureResult(row.result, failed=row.status == "failed")
+
+    def _verify(self, row: JobRow) -> None:
+        row.verify()
+        model = self._journal.model(row.model_id) if row.result is None else None
+        if model is not None:
+            model.verify()
+            if row.status in FINISHED:
+                model.verify_finished(row)
 
     async def retrieve_many(self, caller: Caller, body: bytes) -> RetrieveFuturesResponse:
         """Which of a sampler's requests have finished since the last time; waits for one as `retrieve` does."""

@@ -303,7 +303,7 @@ class Service:
 
     @property
     def journal_damage(self) -> str | None:
-        """What is wrong with the journal's file; None while no page was found damaged."""
+        """What is wrong with the journal; None while no damage was found."""
         return self._journal.storage.damage
 
     @property

@@ -79,27 +79,24 @@ def unfinished_jobs(journal: Journal, session_id: str, decode: Decode) -> list[U
 
 
 def _unfinished_jobs(journal: Journal, model: ModelRow, decode: Decode) -> list[UnfinishedJob]:
-    next_seq = model.applied_seq + 1
+    next_seq = journal.next_seq(model)
     try:
-        rows = journal.jobs(model.model_id, after=model.applied_seq, status=("pending",))
+        rows = journal.jobs(model.model_id, after=next_seq - 1)
         return [UnfinishedJob(row, _request_of(row, decode), next_seq) for row in rows]
     except DamagedDataError as error:
         log.error("the requests of model %s cannot be read: %s", model.model_id, error)
         return [
             UnfinishedJob(JobRow(model.model_id, seq_id, "unreadable", None, ""), error, next_seq)
-            for seq_id in journal.accepted_numbers(model.model_id, after=model.applied_seq)
+            for seq_id in journal.accepted_numbers(model.model_id, after=next_seq - 1)
         ]
 
 
 def _request_of(row: JobRow, decode: Decode) -> BaseModel | MintError:
     """The request of a dead process, or an error if it is damaged, or is what keeps killing processes."""
     try:
-        row.verify_checksum()
-        encoding = wire.Encoding(row.encoding)
+        row.verify()
     except DamagedDataError as error:
         return error
-    except ValueError:
-        return DamagedDataError(f"request {row.seq_id} of {row.model_id} in the journal is damaged: its encoding")
     if row.payload is None:
         return QuotaExceededError(
             "there was no room for the data of this request when it was accepted",
@@ -107,7 +104,7 @@ def _request_of(row: JobRow, decode: Decode) -> BaseModel | MintError:
             remedy="Send the data again, with a new number",
         )
     if row.attempts < MAX_ATTEMPTS:
-        return decode(row.kind, row.payload, encoding)
+        return decode(row.kind, row.payload, wire.Encoding(row.encoding))
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )

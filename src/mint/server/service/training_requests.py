@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.errors import (
     ConflictError,
+    DamagedDataError,
     InvalidRequestError,
     JournalError,
     MintError,
@@ -34,7 +35,7 @@ from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.storage_reservations import StorageReservations
 from mint.server.store.journal import Journal, snapshot_bytes
-from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
+from mint.server.store.rows import REMEDY, JobRow, ModelRow, TrainingRunRow
 from mint.server.worker.base_models import BaseModels
 from mint.types import GetInfoResponse, ModelData, UntypedPromise
 from mint.wire.requests import ModelRequest, SaveWeightsForSamplerRequest
@@ -90,6 +91,7 @@ class TrainingRequests:
         Raises:
             InvalidRequestError: not even its place in the order of its model can be read.
             ConflictError: its place is taken by another request.
+            DamagedDataError: what the journal has of the model contradicts itself.
             NotFoundError, SessionEndedError: there is no such model.
             QuotaExceededError: a model is new, and the caller has as many as the quota allows; or the caller's room in
                 the journal is used up, and there is none for an error, either.
@@ -182,11 +184,23 @@ class TrainingRequests:
         """Checks that the request may wait, and that those before it can still come.
 
         Returns the number of the request that the model waits for.
+
+        Raises:
+            InvalidRequestError: it is far beyond that number.
+            DamagedDataError: the journal should have a request at its place, and has none.
+            OverloadedError: it has no room.
         """
         next_seq = self._queue.next_seq(row.model_id)
         if next_seq is None:
             model = self._journal.model(row.model_id)
-            next_seq = 0 if model is None else model.applied_seq + 1
+            next_seq = 0 if model is None else self._journal.next_seq(model)
+        if row.seq_id < next_seq and self._journal.job(row.model_id, row.seq_id) is None:
+            self._journal.storage.note_damage("a row is missing")
+            raise DamagedDataError(
+                f"the journal is damaged: request {next_seq - 1} of {row.model_id} should be the last finished one "
+                f"(applied_seq), but there is no request {row.seq_id}",
+                remedy=REMEDY,
+            )
         if row.seq_id > next_seq + MAX_AHEAD:
             raise InvalidRequestError(
                 f"is far beyond the next request of {row.model_id}, which is {next_seq}",

@@ -6,6 +6,7 @@ no meaning of a payload. Any thread may call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from mint.server.limits import MAX_SNAPSHOTS, ROW_BYTES
 from mint.server.store.database import Database, OpenFor, Transaction, insert
 from mint.server.store.rows import (
     BASE_NUMBERS,
+    FINISHED,
     STATE_BYTES,
     CheckpointRow,
     JobRow,
@@ -28,6 +30,8 @@ from mint.server.store.rows import (
     result_sha256,
     settings_sha256,
 )
+
+log = logging.getLogger("mint.store")
 
 JOURNAL_FILE = "journal.sqlite3"
 """The journal's file in a data directory."""
@@ -68,13 +72,18 @@ _ADD_RUN = insert(TrainingRunRow, "runs", on_conflict="IGNORE")
 _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
+# The number of a request that has a result, whatever damage has made of its status.
+_LAST_FINISHED = """
+    SELECT seq_id FROM jobs WHERE model_id = :model_id AND (status IN ('done', 'failed') OR result_sha256 IS NOT NULL)
+    ORDER BY seq_id DESC LIMIT 1
+"""
 # A replay needs no payload of what has failed or changes nothing. A model without steps makes no snapshot that prunes
-# them.
+# them. A request whose status is damaged must be able to fail.
 _FINISH_JOB = """
     UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching,
         result_sha256 = :result_sha256,
         payload = CASE WHEN :status = 'failed' OR kind IN ('forward', 'forward_only') THEN NULL ELSE payload END
-    WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
+    WHERE model_id = :model_id AND seq_id = :seq_id AND status NOT IN ('done', 'failed') AND result_sha256 IS NULL
     AND EXISTS (SELECT 1 FROM models WHERE models.model_id = :model_id)
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"
@@ -369,16 +378,44 @@ class Journal:
         """One job, whatever became of it."""
         return self.database.row(JobRow, _READ_JOB, model_id=model_id, seq_id=seq_id)
 
-    def jobs(self, model_id: str, *, after: int, status: Iterable[str] = ("pending", "done", "failed")) -> list[JobRow]:
+    def jobs(self, model_id: str, *, after: int) -> list[JobRow]:
         """The jobs of a model with `seq_id > after`, in order."""
         return self.database.rows(
             JobRow,
-            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id > :after "
-            "AND status IN (SELECT value FROM json_each(:status)) ORDER BY seq_id",
+            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id > :after ORDER BY seq_id",
             model_id=model_id,
             after=after,
-            status=list(status),
         )
+
+    def finished_jobs(self, model_id: str, *, after: int) -> list[JobRow]:
+        """Those of `jobs` that have a result."""
+        return self.database.rows(
+            JobRow,
+            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id > :after "
+            "AND status IN (SELECT value FROM json_each(:finished)) ORDER BY seq_id",
+            model_id=model_id,
+            after=after,
+            finished=list(FINISHED),
+        )
+
+    def next_seq(self, model: ModelRow) -> int:
+        """The number of the request that a model waits for: that behind its last finished one.
+
+        If the row of the model and the rows of its requests disagree, the number is one with which all that wait can
+        run: a restore finds the damage then, and they fail with it.
+        """
+        applied = -1
+        try:
+            model.verify()
+            applied = model.applied_seq
+        except DamagedDataError as error:
+            log.error("%s", error)
+        try:
+            last = max(self.database.values(_LAST_FINISHED, model_id=model.model_id), default=-1)
+        except DamagedDataError:
+            return applied + 1
+        waiting = self.accepted_numbers(model.model_id, after=last)[:1]
+        return min([*waiting, max(applied, last) + 1])
 
     def accepted_numbers(self, model_id: str, *, after: int) -> list[int]:
         """The numbers of a model's requests beyond `after`, as the index has them: none if that is damaged, too."""

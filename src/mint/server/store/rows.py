@@ -11,6 +11,12 @@ from typing import Any
 from mint.errors import DamagedDataError
 from mint.server.callers import LOCAL_OWNER
 
+FINISHED = ("done", "failed")
+"""The values of `JobRow.status` of a request that has a result."""
+
+ENCODINGS = ("application/json", "application/x-protobuf")
+"""The values of `JobRow.encoding`: the media types of `mint.wire.Encoding`, which the store does not import."""
+
 REPLAY_ACCEPTED = "accepted"
 """The request is replayed, and may give other bits than were acknowledged."""
 
@@ -105,11 +111,11 @@ class ModelRow:
     diverged: str | None = None
     settings_sha256: str | None = None
 
-    def verify_checksum(self) -> None:
-        """Compares the settings with their checksum; a row of an older mint has none.
+    def verify(self) -> None:
+        """Compares the settings with their checksum, which a row of an older mint does not have; checks the rest.
 
         Raises:
-            DamagedDataError: they differ.
+            DamagedDataError: they differ, or another column has a value that it cannot have.
         """
         found = settings_sha256(self.base_model, self.lora, self.seed_given)
         if self.settings_sha256 not in (None, found):
@@ -117,6 +123,29 @@ class ModelRow:
                 f"the settings of model {self.model_id} in the journal are damaged: their checksum differs",
                 remedy=REMEDY,
             )
+        if not isinstance(self.applied_seq, int):
+            raise self._damaged(f"applied_seq is {self.applied_seq!r}, and must be a whole number")
+        if not self.model_id.startswith(f"{self.session_id}:"):
+            raise self._damaged(f"its session is {self.session_id!r}, which does not fit its id")
+
+    def verify_finished(self, job: JobRow) -> None:
+        """Checks that a finished request of this model can have finished.
+
+        Raises:
+            DamagedDataError: it cannot: a status, a checksum or `applied_seq` is damaged.
+        """
+        if job.seq_id > self.applied_seq:
+            raise self._damaged(
+                f"request {job.seq_id} ({job.kind}) is {job.status}, but the last finished request is "
+                f"{self.applied_seq} (applied_seq)"
+            )
+        # An older mint wrote no checksums, neither of settings nor of results.
+        is_sealed = self.settings_sha256 is not None and job.status == "done"
+        if is_sealed and job.result_sha256 is None and job.replay != REPLAY_LOST:
+            raise self._damaged(f"request {job.seq_id} ({job.kind}) is done and has no checksum")
+
+    def _damaged(self, what: str) -> DamagedDataError:
+        return DamagedDataError(f"the journal is damaged: of model {self.model_id}, {what}", remedy=REMEDY)
 
 
 @dataclass(frozen=True)
@@ -169,31 +198,44 @@ class JobRow:
         """That of `with_message_sha256`; None if the request was JSON, could not be read, or came to an older mint."""
         return self.sha256.partition(":")[2] or None
 
-    def verify_checksum(self) -> None:
-        """Compares payload and result, as far as they are kept, with their checksums.
+    def verify(self) -> None:
+        """Compares payload and result, as far as they are kept, with their checksums; checks the other columns.
 
         A row of an older mint has no checksum of the result.
 
         Raises:
-            DamagedDataError: one of them differs.
+            DamagedDataError: one of them differs, or another column has a value that it cannot have.
         """
+        self._verify_values()
         payload, result = self.payload, self.result
         if payload is not None and not (
             isinstance(payload, bytes) and payload_sha256(self.kind, payload) == self.sha256.partition(":")[0]
         ):
-            raise self._damaged("the payload")
+            raise self._damaged("the payload", "its checksum differs")
         if result is None or self.result_sha256 is None:
             return
         if not (  # a damaged file may hold a value of any type
             isinstance(result, bytes)
             and result_sha256(self.status, result, self.digest, self.micro_batching, self.replay) == self.result_sha256
         ):
-            raise self._damaged("the result")
+            raise self._damaged("the result", "its checksum differs")
 
-    def _damaged(self, what: str) -> DamagedDataError:
+    def _verify_values(self) -> None:
+        """No checksum covers these columns, or not for as long as the row is kept."""
+        if self.status not in ("pending", *FINISHED):
+            raise self._damaged("the status", f"{self.status!r} is none that a request can have")
+        if self.status == "pending" and (self.result is not None or self.result_sha256 is not None):
+            raise self._damaged("the status", "it is pending, and the request has a result")
+        if self.status == "failed" and self.result is None:
+            raise self._damaged("the status", "it is failed, and the request has no error")
+        if self.encoding not in ENCODINGS:
+            raise self._damaged("the encoding", f"{self.encoding!r} is none that a request can have")
+        if not isinstance(self.attempts, int):
+            raise self._damaged("the number of attempts", f"{self.attempts!r} is no whole number")
+
+    def _damaged(self, what: str, reason: str) -> DamagedDataError:
         return DamagedDataError(
-            f"{what} of request {self.seq_id} ({self.kind}) of {self.model_id} in the journal is damaged: "
-            "its checksum differs",
+            f"{what} of request {self.seq_id} ({self.kind}) of {self.model_id} in the journal is damaged: {reason}",
             remedy=REMEDY,
         )
 

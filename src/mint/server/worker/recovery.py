@@ -72,6 +72,8 @@ class Recovery:
             OutOfMemoryError, JournalError: it cannot be restored now; the next request tries again.
         """
         row = self._journal.model(model_id)
+        if row is not None:
+            row.verify()
         if row is None or row.base_model is None or row.lora is None:
             raise NotFoundError(
                 "is not a model here",
@@ -81,7 +83,6 @@ class Recovery:
             )
         if row.diverged is not None:
             raise RecoveryDivergedError(row.diverged, remedy=recover_remedy(model_id))
-        row.verify_checksum()
         lora = LoraSpec(**row.lora)
         self._memory.evict_until_fits(model_id, row.base_model, lora)
         try:
@@ -96,6 +97,8 @@ class Recovery:
         """Stops a model: its requests fail until an operator decides. Returns the error of this request."""
         reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
         self._models.drop(model_id)
+        if isinstance(error, DamagedDataError):
+            self._journal.storage.note_damage("a row is not as it was written")  # without ids: anybody may read this
         try:
             self._journal.mark_diverged(model_id, reason)
         except DamagedDataError as damage:
@@ -119,7 +122,7 @@ class Recovery:
         live.weights_seq = start
         live.skipped_steps = self._skipped_steps(row.model_id, start)
         # Request 0 made the model. Without a snapshot it is replayed if it loaded a checkpoint, too.
-        jobs = self._journal.jobs(row.model_id, after=start - 1 if start == 0 else start, status=("done", "failed"))
+        jobs = self._journal.finished_jobs(row.model_id, after=start - 1 if start == 0 else start)
         _require_all(row, start, jobs)
         cleared = passes_without_effect(jobs)
         for job in jobs:
@@ -160,7 +163,7 @@ class Recovery:
     def _replay(self, job: JobRow) -> None:
         """Applies a finished request again, and compares the result with the one that was acknowledged."""
         if job.replay != REPLAY_LOST:
-            job.verify_checksum()
+            job.verify()
         if job.replay == REPLAY_LOST or job.status == "failed":
             if job.kind == "optim_step" and _was_skipped(job):
                 self._models.note_skipped(job.model_id)
@@ -211,16 +214,25 @@ class Recovery:
 
 
 def _require_all(row: ModelRow, start: int, jobs: Sequence[JobRow]) -> None:
-    """Checks that no finished request behind the snapshot `start` is missing.
+    """Checks that the finished requests behind the snapshot `start` are those up to `applied_seq`.
 
     Raises:
-        DamagedDataError: the journal has lost some.
+        DamagedDataError: the journal has lost some, or has others.
     """
+    if start > row.applied_seq and start > 0:
+        raise DamagedDataError(
+            f"the journal is damaged: a snapshot of {row.model_id} is of request {start}, but the last finished "
+            f"request is {row.applied_seq} (applied_seq)",
+            remedy=recover_remedy(row.model_id),
+        )
+    for job in jobs:
+        row.verify_finished(job)
     missing = sorted({*range(start + 1, row.applied_seq + 1)} - {job.seq_id for job in jobs})
     if missing:
         numbers = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else str(missing[0])
         raise DamagedDataError(
-            f"the journal has lost finished requests of {row.model_id}: {numbers}", remedy=recover_remedy(row.model_id)
+            f"the journal is damaged: it has lost finished requests of {row.model_id}, or their status: {numbers}",
+            remedy=recover_remedy(row.model_id),
         )
 
 
