@@ -84,6 +84,13 @@ def test_datums_of_unlike_shapes_become_records_that_join_in_order() -> None:
     assert list(written.loss_fn_outputs[1].fields["logprobs"].trailing_shape) == [2]
 
 
+@pytest.mark.parametrize("count", [-1, 2**31])
+def test_a_count_that_protobuf_cannot_hold_is_refused_in_json_too(count: int) -> None:
+    body = json.dumps({"sequences": [], "prompt_cache_hit_tokens": count}).encode()
+    with pytest.raises(InvalidRequestError, match="prompt_cache_hit_tokens"):
+        wire.decode(SampleResponse, body)
+
+
 def test_a_message_without_a_protobuf_form_is_refused() -> None:
     error = fails(OptimStepRequest, b"")
     assert error.field == "content-type" and "JSON" not in str(error.value) and "application/json" in str(error)

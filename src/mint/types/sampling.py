@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from mint.errors import InvalidRequestError
 from mint.types.checkpoint_path import CheckpointUri
@@ -243,7 +243,7 @@ class SampleResponseJson(Result):
     topk_prompt_logprobs: list[_Row | None] | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: PromptAltTokens | None = None
-    prompt_cache_hit_tokens: int = 0
+    prompt_cache_hit_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] = 0
 
 
 class SampleResponse(ArrayValue):
