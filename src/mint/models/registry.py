@@ -6,6 +6,7 @@ Knows names, aliases, folders and GGUF files; never uses the network.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,10 +21,7 @@ BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 """What mint needs of a model on the hub: configuration, tokenizer, chat template, and weights in this format alone."""
 
-HOW_TO_ADD = (
-    "Download it with `mint models pull NAME`, or add one with MINT_MODELS=name=path (a Hugging Face folder or a .gguf "
-    "file)"
-)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def available(aliases: Mapping[str, str]) -> list[str]:
@@ -58,7 +56,7 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             f"is not a known base model; available are {', '.join(known)}",
             field="base_model",
             value=name,
-            remedy=f"Did you mean {similar[0]}? {HOW_TO_ADD}" if similar else HOW_TO_ADD,
+            remedy=f"Did you mean {similar[0]}? {_how_to_add(name)}" if similar else _how_to_add(name),
         )
     missing = missing_files(folder)
     if missing:
@@ -69,6 +67,14 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             remedy="Complete the folder, or name another one with MINT_MODELS=name=path",
         )
     return folder
+
+
+def _how_to_add(name: str) -> str:
+    wanted = name if _HUB_NAME.fullmatch(name) and name[0] != "." else "NAME"
+    return (
+        f"Download it with `mint models pull {wanted}`, or add one with MINT_MODELS=name=path "
+        "(a Hugging Face folder or a .gguf file)"
+    )
 
 
 def missing_files(folder: Path) -> list[str]:
