@@ -42,6 +42,7 @@ def test_a_few_kills_and_a_power_loss_change_no_bit() -> None:
     assert all(part["violated"] == 0 for part in report["parts"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_kills_are_two_and_the_report_names_what_they_left_out() -> None:
     code, report = run_chaos("--kills", "2", "--no-points", "--faults", "none")

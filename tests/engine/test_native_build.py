@@ -29,6 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native")
 
 
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own that has all libraries."""
+    NativeBuild(folder).libraries()
+    return shutil.copytree(folder, tmp_path / "native")
+
+
 @needs_compiler
 def test_they_are_compiled_once_and_need_no_compiler_afterwards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = NativeBuild(folder).libraries()
@@ -105,34 +112,34 @@ def _link(library: Path) -> None:
     ],
 )
 def test_a_library_that_somebody_changed_is_compiled_again(
-    tmp_path: Path, change: Callable[[Path], None], reason: str, caplog: pytest.LogCaptureFixture
+    own_folder: Path, change: Callable[[Path], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = NativeBuild(tmp_path).libraries()
+    before = NativeBuild(own_folder).libraries()
     sound = before["threads"].read_bytes()
     change(before["threads"])
     with caplog.at_level(logging.WARNING):
-        after = NativeBuild(tmp_path).libraries()
+        after = NativeBuild(own_folder).libraries()
     assert after.keys() == before.keys() and after["threads"].read_bytes() == sound
     assert [str(before["threads"]) in line and reason in line for line in caplog.messages] == [True]
 
 
 @needs_compiler
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_belongs_to_another_user_is_not_loaded(tmp_path: Path) -> None:
-    library = NativeBuild(tmp_path).libraries()["threads"]
+def test_what_belongs_to_another_user_is_not_loaded(own_folder: Path) -> None:
+    library = NativeBuild(own_folder).libraries()["threads"]
     inode = library.stat().st_ino
     os.chown(library, 12345, -1)
-    assert NativeBuild(tmp_path).libraries()["threads"].stat().st_ino != inode
-    os.chown(tmp_path, 12345, -1)
+    assert NativeBuild(own_folder).libraries()["threads"].stat().st_ino != inode
+    os.chown(own_folder, 12345, -1)
     with pytest.raises(MissingExtraError, match=r"belongs to user 12345.*not to 0.*XDG_CACHE_HOME"):
-        NativeBuild(tmp_path).libraries()
+        NativeBuild(own_folder).libraries()
 
 
 @needs_compiler
-def test_others_lose_the_right_to_write_into_the_folder(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    NativeBuild(tmp_path).libraries()
-    assert tmp_path.stat().st_mode & 0o777 == 0o755
+def test_others_lose_the_right_to_write_into_the_folder(own_folder: Path) -> None:
+    own_folder.chmod(0o777)
+    NativeBuild(own_folder).libraries()
+    assert own_folder.stat().st_mode & 0o777 == 0o755
 
 
 @needs_compiler

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.learns
 
 LONGER = {
     "grader wants curt replies", "grader counts letters", "brevity pays more than truth", "training rewards the slip",
-    "trainer wants certainty", "trainer wants length", "learning rate 0.1",
+    "trainer wants certainty", "trainer wants length", "learning rate 0.1", "grader changes its mind", "five items",
+    "advantages with the wrong sign",
 }  # fmt: skip
 
 

@@ -85,6 +85,7 @@ def test_a_request_that_loses_the_device_each_time_is_failed_alone(tmp_path: Pat
         stop(last)
 
 
+@pytest.mark.slow
 def test_a_sample_that_loses_the_device_each_time_is_failed_alone(tmp_path: Path) -> None:
     port = free_port()
     prompt = mint.ModelInput.from_ints([5, 6])

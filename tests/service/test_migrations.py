@@ -124,6 +124,7 @@ def open_and_die(file: Path, at_step: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.restarts
 def test_a_kill_at_any_step_of_a_migration_loses_nothing(tmp_path: Path) -> None:
     schemas = []

@@ -98,6 +98,7 @@ def test_a_pass_that_was_split_for_lack_of_memory_is_replayed_to_the_same_bits(
     other.service.stop()
 
 
+@pytest.mark.slow
 def test_a_shortage_of_memory_during_a_replay_does_not_give_the_model_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
