@@ -55,7 +55,9 @@ def test_the_second_one_ends_the_run_at_once_and_a_resumed_run_says_that_it_star
         run_grpo(ManyDigits(), config, on_progress=press_at("step", 2))
     with caplog.at_level(logging.WARNING):
         assert run_grpo(ManyDigits(), config, resume=True).steps == 4
-    assert [str(tmp_path) in line and "starts again at step 1" in line for line in caplog.messages] == [True]
+    assert [
+        str(tmp_path) in line and "has no checkpoint: the run starts at step 1" in line for line in caplog.messages
+    ] == [True]
 
 
 def test_a_program_that_handles_ctrl_c_itself_keeps_its_handler(tmp_path: Path) -> None:
