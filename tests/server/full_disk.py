@@ -194,7 +194,12 @@ def without_an_inode_accepted_work_waits_and_sampling_goes_on(disk: Path) -> Non
     harness = Harness(service)
     model_id, sampler = harness.create_model(), make_sampler(harness)
     used_up = use_up_inodes(disk)
-    waiting = [harness.send(kind, model_id, seq_id, body) for seq_id, (kind, body) in enumerate(TRAINING, 1)]
+    waiting, refused = [], []
+    for seq_id, (kind, body) in enumerate(TRAINING, 1):
+        try:
+            waiting.append(harness.send(kind, model_id, seq_id, body))
+        except JournalError:  # the fault was noticed while the loop was still sending
+            refused.append((kind, model_id, seq_id, body))
     wait_until(lambda: service.storage_problem is not None)
     assert os.strerror(errno.ENOSPC) in str(service.storage_problem)
     error = failure(lambda: harness.send("optim_step", model_id, len(TRAINING) + 1, STEP))
@@ -202,6 +207,8 @@ def without_an_inode_accepted_work_waits_and_sampling_goes_on(disk: Path) -> Non
     assert harness.sample(sampler, 0)["sequences"]
     for path in used_up:
         path.unlink()
+    wait_until(lambda: service.storage_problem is None)
+    waiting += [harness.send(*request) for request in refused]
     for request_id in waiting:
         harness.wait(request_id)
     assert service.storage_problem is None and harness.digest(model_id) == wanted
