@@ -13,8 +13,18 @@ from pathlib import Path
 import pytest
 
 RUN = "from mint.cli.main import app; app()"
-ARGUMENTS = ("train", "rl", "task=math", "base_model=mint/tiny", "steps=12", "batch_size=2", "group_size=4",
-             "max_tokens=16", "heldout_size=0", "save_every=100")  # fmt: skip
+ARGUMENTS = (
+    "train",
+    "rl",
+    "task=math",
+    "base_model=mint/tiny",
+    "steps=12",
+    "batch_size=2",
+    "group_size=4",
+    "max_tokens=16",
+    "heldout_size=0",
+    "save_every=100",
+)
 
 
 def mint(*arguments: str, home: Path) -> subprocess.Popen[str]:

@@ -38,9 +38,15 @@ def test_a_client_package_runs_unmodified(served: Served, name: str, tmp_path: P
     link_tiny(tmp_path)
     driver = DRIVERS / DRIVER.get(name, f"drive_{name}.py")
     done = served.run(
-        client_python(name), driver, "mint/tiny",
-        owner="clients", cwd=tmp_path, timeout_s=1200, variables="OPENAI", path="/v1",
-    )  # fmt: skip
+        client_python(name),
+        driver,
+        "mint/tiny",
+        owner="clients",
+        cwd=tmp_path,
+        timeout_s=1200,
+        variables="OPENAI",
+        path="/v1",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said, *rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     date = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -90,9 +90,15 @@ def run(
     if sdk == "mint":
         named["PYTHONPATH"] = str(Path(mint.__file__).parents[1])
     return served.run(
-        python, script, *arguments,
-        owner="ann", cwd=folder, timeout_s=1800, variables="MINT", more_variables=named,
-    )  # fmt: skip
+        python,
+        script,
+        *arguments,
+        owner="ann",
+        cwd=folder,
+        timeout_s=1800,
+        variables="MINT",
+        more_variables=named,
+    )
 
 
 def record(name: str, sdk: str, done: subprocess.CompletedProcess[str], started_s: float, note: str = "") -> None:
@@ -157,10 +163,14 @@ def test_an_experiment_of_mints_cookbook_passes_its_own_live_tests(
     started_s = time.monotonic()
     unittest = ["-m", "unittest", "tests.test_train"]
     done = served.run(
-        mint_files_python(), *unittest,
-        owner="ann", cwd=experiment, timeout_s=3000, variables="MINT",
+        mint_files_python(),
+        *unittest,
+        owner="ann",
+        cwd=experiment,
+        timeout_s=3000,
+        variables="MINT",
         more_variables={"HF_HOME": str(folder / "hf"), "PATH": f"{scripts}:/usr/bin:/bin"},
-    )  # fmt: skip
+    )
     counted = re.search(r"Ran (\d+) tests", done.stderr)
     record(f"experiments/{name}", "mindlab-toolkit", done, started_s, f" {counted[1]} live tests" if counted else "")
 

@@ -280,7 +280,7 @@ def test_errors_have_anthropics_shape(http: httpx.Client) -> None:
         ({"temperature": -1}, "temperature"),
         ({"mcp_servers": [{"url": "a"}]}, "mcp_servers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_name(http: httpx.Client, wrong: dict[str, Any], named: str) -> None:
     for streams in (False, True):
         response = http.post("/v1/messages", json={**ASKED, "stream": streams, **wrong})

@@ -22,8 +22,12 @@ PARAMETERS: dict[str, Any] = {
 }
 ABOUT = "Evaluate an arithmetic expression."
 CALCULATOR: Any = {
-    "type": "function", "name": "calculator", "description": ABOUT, "parameters": PARAMETERS, "strict": True,
-}  # fmt: skip
+    "type": "function",
+    "name": "calculator",
+    "description": ABOUT,
+    "parameters": PARAMETERS,
+    "strict": True,
+}
 CHAT_CALCULATOR: Any = {
     "type": "function",
     "function": {"name": "calculator", "description": ABOUT, "parameters": PARAMETERS},
@@ -240,7 +244,7 @@ def test_nothing_is_stored_and_that_is_said(client: openai.OpenAI) -> None:
         ({"metadata": {"a": 3}}, "metadata"),
         ({"instructions": 3}, "instructions"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_name(client: openai.OpenAI, wrong: dict[str, Any], named: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as error:

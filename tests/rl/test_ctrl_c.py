@@ -17,9 +17,15 @@ from mint.runs.interrupt import RunInterrupted
 pytestmark = pytest.mark.learns
 
 SMALL = RLConfig(
-    base_model="mint/tiny", steps=4, batch_size=2, group_size=4, max_tokens=6, temperature=1.0, heldout_size=0,
+    base_model="mint/tiny",
+    steps=4,
+    batch_size=2,
+    group_size=4,
+    max_tokens=6,
+    temperature=1.0,
+    heldout_size=0,
     save_every=100,
-)  # fmt: skip
+)
 
 
 def press_at(event: str, count: int = 1) -> Any:

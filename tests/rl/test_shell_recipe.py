@@ -53,9 +53,17 @@ def test_the_edit_that_was_asked_for_is_rewarded(adapter: ShellAdapter, edit: Ed
 
 
 @pytest.mark.parametrize(
-    "more", ["true", "{} && touch more", "{} && echo >> conf.d/1.conf", "{} && rm conf.d/4.conf", "rm -rf *",
-             "{} && mv conf.d c && ln -s c conf.d", "{} && mkfifo pipe"],
-)  # fmt: skip
+    "more",
+    [
+        "true",
+        "{} && touch more",
+        "{} && echo >> conf.d/1.conf",
+        "{} && rm conf.d/4.conf",
+        "rm -rf *",
+        "{} && mv conf.d c && ln -s c conf.d",
+        "{} && mkfifo pipe",
+    ],
+)
 def test_any_other_change_is_not(adapter: ShellAdapter, edit: Edit, more: str) -> None:
     assert play(adapter, edit, more.replace("{}", solution(edit))).reward == 0.0
 

@@ -112,9 +112,13 @@ async def trial(sandbox: Any, image: str) -> dict[str, Any]:
         abstract.setblocking(False)
         bystander = subprocess.Popen(["/bin/sleep", "600"])
         words = {
-            "canary": canary, "folder": folder, "port": tcp.getsockname()[1], "pid": bystander.pid, "sleep": SLEEP,
+            "canary": canary,
+            "folder": folder,
+            "port": tcp.getsockname()[1],
+            "pid": bystander.pid,
+            "sleep": SLEEP,
             "abstract": ABSTRACT[1:],
-        }  # fmt: skip
+        }
         shells = folder.with_name(f"{folder.name}-shells")
         shells.mkdir(mode=0o755)
         tempfile.tempdir = str(shells)

@@ -175,7 +175,7 @@ def test_the_memory_of_all_processes_together_is_limited(sandbox: dict[str, Any]
     assert result.ended == "memory" if sandbox["sandbox"] == "bubblewrap" else "one was killed" in result.output
 
 
-@pytest.mark.slow  # bubblewrap outlives it where it is killed before it has asked to die with its parent
+@pytest.mark.slow  # fails at times: killed very early, bubblewrap leaves its command running until its own limit
 def test_a_cancelled_command_ends_with_its_processes(shell: Shell) -> None:
     async def cancel() -> None:
         running = asyncio.create_task(shell.run(f"sleep {SLEEP} & sleep {SLEEP}"))
@@ -201,7 +201,7 @@ def test_commands_of_many_shells_run_at_once(sandbox: dict[str, Any]) -> None:
             each.close()
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow  # for the same reason
 def test_nothing_runs_on_after_the_process_that_has_the_shell_was_killed(request: pytest.FixtureRequest) -> None:
     arguments("bubblewrap", request)
     code = (

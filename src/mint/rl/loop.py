@@ -190,6 +190,7 @@ class _RLRun:
         after = self.heldout.evaluate("after", last)
         if frame.metrics:
             self._diagnose(last, [], over=True)
+        record = self._run_record()
         return RunResult(
             run_dir=frame.log.folder,
             checkpoint=checkpoint,
@@ -203,7 +204,7 @@ class _RLRun:
             state_digest=self.state_digest,
             heldout_before=before,
             heldout_after=after,
-            findings=[one for one in frame.findings.values() if not is_contradicted(one, self._run_record())],
+            findings=[one for one in frame.findings.values() if not is_contradicted(one, record)],
             best_checkpoint=self.heldout.best_checkpoint,
             stopped_by=frame.stopped_by,
         )
@@ -317,7 +318,7 @@ class _RLRun:
                 frame.stop(finding)
 
     def _run_record(self) -> RunRecord:
-        """What the diagnosis reads."""
+        """The logs of the run so far, for the diagnosis."""
         return RunRecord(
             config=self.frame.described,
             metrics=self.frame.metrics,

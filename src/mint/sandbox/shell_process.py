@@ -35,7 +35,7 @@ COUNTED_TIMES = 64
 """How many times its limit a folder that is too large is counted, so that a command may still make it smaller."""
 
 ENTRY_BYTES = 1024
-"""What a file takes at least, so that a limit of bytes is one of empty files, too."""
+"""The least that a file counts: so the limit on bytes limits the number of empty files, too."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ShellLimits:
 
     wall_s: float = 10.0
     memory_bytes: int = 512 << 20
-    """Of all processes of the command together."""
+    """The memory of all processes of the command together."""
     processes: int = 64
     """Processes and threads."""
     folder_bytes: int = 64 << 20

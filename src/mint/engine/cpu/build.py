@@ -96,7 +96,7 @@ def _library(folder: Path, source: Path) -> Path:
 
 
 def _key(source: Path) -> str:
-    """What a library is made of, as a checksum."""
+    """The checksum of the source, the headers, the flags and the processor of a library."""
     made_of = "\n".join([*(path.read_text() for path in (source, *HEADERS)), *FLAGS, _processor()])
     return _checksum(made_of.encode())
 

@@ -256,7 +256,7 @@ def _enough_tokens(prober: _Prober, groups: Sequence[Group], cut: float) -> tupl
 def _longer_gain(
     prober: _Prober, groups: Sequence[Group], samples: int, enough_tokens: int
 ) -> tuple[float, float, float]:
-    """What the same prompts earn more with a longer limit, with the interval over prompts."""
+    """By how much the rewards of the same prompts rise with a longer limit, with the interval over prompts."""
     before = {group.index: group.rewards for group in groups if any(one.truncated for one in group.rollouts)}
     indices = list(before)[:LONGER_ITEMS]
     longer = [group for group in prober.groups(indices, samples, max_tokens=enough_tokens) if group.graded]

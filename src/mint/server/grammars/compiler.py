@@ -185,7 +185,8 @@ def first_state(tokens: Any, grammar: str) -> tuple[Any, str]:
 
 
 def vocabulary(folder: Path) -> Any:
-    """The tokens of the base model in `folder`, to try a grammar with: any token may end a text."""
+    """The tokens of the base model in `folder`, to try a grammar with. Token 0 stands for the end of a text: which one
+    ends it is known once the model is loaded, and makes no difference to the work."""
     return _vocabulary(folder, (0,), len(token_bytes(folder)))
 
 

@@ -40,7 +40,7 @@ def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
     require_llguidance()
     field, value = field_and_value(wanted)
     require_short(field, value)
-    verdict = _verdict(owner, folder, field, json.dumps(value))
+    verdict = _verdict(owner, json.dumps({"folder": str(folder), "field": field, "value": value}))
     if "excess" in verdict:
         problem = f"cannot be compiled: it takes {verdict['excess']}"
         raise refusal(field, value, problem, "Make it smaller, less deep, or less exact")
@@ -49,7 +49,8 @@ def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
 
 
 @lru_cache(KEPT_VERDICTS)
-def _verdict(owner: str, folder: Path, field: str, value: str) -> dict[str, Any]:
+def _verdict(owner: str, task: str) -> dict[str, Any]:
+    """What `trial_process.answer` says of a task."""
     with _counting:
         if _waiting[owner] >= WAITING_PER_OWNER:
             raise OverloadedError(
@@ -58,14 +59,13 @@ def _verdict(owner: str, folder: Path, field: str, value: str) -> dict[str, Any]
         _waiting[owner] += 1
     try:
         with _turn:
-            return _asked({"folder": str(folder), "field": field, "value": json.loads(value)})
+            return _asked(task.encode())
     finally:
         with _counting:
             _waiting[owner] -= 1
 
 
-def _asked(task: dict[str, Any]) -> dict[str, Any]:
-    message = json.dumps(task).encode()
+def _asked(message: bytes) -> dict[str, Any]:
     for _ in range(2):  # it may have ended just before
         with suppress(EOFError, OSError):
             found = _process.ask([message], 1, limit_s=WALL_S)

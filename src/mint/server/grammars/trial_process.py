@@ -40,16 +40,17 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
     process_id = os.fork()
     if process_id == 0:
-        os.close(reading)
-        os.write(writing, json.dumps(_compiled_within_limits(task["field"], task["value"], tokens)).encode())
-        os._exit(0)
+        try:
+            os.write(writing, json.dumps(_compiled_within_limits(task["field"], task["value"], tokens)).encode())
+        finally:  # also after an error: the fork must never go on with the work of this process
+            os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         found = pipe.read()
     _, status = os.waitpid(process_id, 0)
     if os.WIFSIGNALED(status):
         return {"excess": _REASONS.get(signal.Signals(os.WTERMSIG(status)), "too deep a recursion")}
-    taken: dict[str, Any] = json.loads(found)
+    taken: dict[str, Any] = json.loads(found or b'{"problem": "the compiler failed"}')
     if taken.get("bytes", 0) > MEMORY_BYTES:
         return {"excess": _REASONS[signal.SIGABRT]}
     return taken

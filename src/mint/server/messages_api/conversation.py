@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mint.server.callers import Caller
@@ -42,10 +41,7 @@ def read_message_request(service: Service, caller: Caller, request: TokenCountRe
         NotFoundError: there is no such model for this caller.
         InvalidRequestError: the model has no chat template, or it cannot render the conversation.
     """
-    generation = read_chat(service, caller, chat_request(request))
-    if generation.format_field == "response_format":
-        return replace(generation, format_field="output_config.format")
-    return generation
+    return read_chat(service, caller, chat_request(request), format_name="output_config.format")
 
 
 def chat_request(request: TokenCountRequest) -> ChatRequest:

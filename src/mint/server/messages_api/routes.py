@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from functools import partial
+
 from starlette.responses import Response
 
-from mint.server.http.route_table import Call, Operation, RouteRow
+from mint.server.http.route_table import Call, RouteRow
 from mint.server.messages_api.conversation import read_message_request
 from mint.server.messages_api.errors import refuse
 from mint.server.messages_api.schemas import (
@@ -35,25 +36,13 @@ async def count_tokens(call: Call) -> Response:
     return respond(TokenCount(input_tokens=len(generation.prompts[0])))
 
 
-def _row(path: str, operation: Operation, request: type[BaseModel], response: type[BaseModel]) -> RouteRow:
-    return RouteRow(
-        "POST",
-        path,
-        operation,
-        request,
-        response,
-        refuse=refuse,
-        refusal=MessageError,
-        streams=operation is messages,
-        waits_for_disk=False,
-    )
-
+_row = partial(RouteRow, "POST", refuse=refuse, refusal=MessageError, waits_for_disk=False)
 
 ROUTES: tuple[RouteRow, ...] = tuple(
     row
     for prefix in PREFIXES
     for row in (
-        _row(f"{prefix}/messages", messages, MessagesRequest, ReplyMessage),
+        _row(f"{prefix}/messages", messages, MessagesRequest, ReplyMessage, streams=True),
         _row(f"{prefix}/messages/count_tokens", count_tokens, TokenCountRequest, TokenCount),
     )
 )

@@ -98,8 +98,10 @@ def read_completion(service: Service, caller: Caller, request: CompletionRequest
     )
 
 
-def read_chat(service: Service, caller: Caller, request: ChatRequest) -> GenerationRequest:
-    """Reads a chat request; slow (tokenizer).
+def read_chat(
+    service: Service, caller: Caller, request: ChatRequest, *, format_name: str = "response_format"
+) -> GenerationRequest:
+    """Reads a chat request; slow (tokenizer). `format_name` is what its protocol calls `response_format`.
 
     Raises:
         NotFoundError: there is no such model for this caller.
@@ -125,7 +127,7 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
         stops=request.stop_strings,
         top=request.top_logprobs if request.logprobs else None,
         prompt_top=request.prompt_logprobs,
-        format_field=format_field(request),
+        format_field=format_field(request, format_name),
         tools=tools,
         call_format=written_as,
         single_call=not request.parallel_tool_calls,

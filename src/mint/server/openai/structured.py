@@ -59,12 +59,13 @@ def structured_outputs(request: CompletionRequest | ChatRequest) -> StructuredOu
     return next(iter(found.values()), None)
 
 
-def format_field(request: CompletionRequest | ChatRequest) -> str:
-    """The field that asks for the format of a reply: errors of the grammar name it."""
+def format_field(request: CompletionRequest | ChatRequest, format_name: str = "response_format") -> str:
+    """The field that asks for the format of a reply: errors of the grammar name it. `format_name` is what the protocol
+    of the request calls `response_format`."""
     if isinstance(request, ChatRequest) and request.forced_tools:
         return "tool_choice"
     fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    return next((name for name in fields if getattr(request, name) is not None), "response_format")
+    return next((name for name in fields if getattr(request, name) is not None), format_name)
 
 
 def chat_grammar(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mint.server.callers import Caller
@@ -40,10 +39,7 @@ def read_response_request(service: Service, caller: Caller, request: InputTokens
         NotFoundError: there is no such model for this caller.
         InvalidRequestError: the model has no chat template, or it cannot render the conversation.
     """
-    generation = read_chat(service, caller, chat_request(request))
-    if generation.format_field == "response_format":
-        return replace(generation, format_field="text.format")
-    return generation
+    return read_chat(service, caller, chat_request(request), format_name="text.format")
 
 
 def chat_request(request: InputTokensRequest) -> ChatRequest:

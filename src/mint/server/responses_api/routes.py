@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from functools import partial
+
 from starlette.responses import Response
 
-from mint.server.http.route_table import Call, Operation, RouteRow
+from mint.server.http.route_table import Call, RouteRow
 from mint.server.openai.delivery import deliver, respond
 from mint.server.openai.errors import refuse
 from mint.server.openai.routes import PREFIXES
@@ -30,25 +31,13 @@ async def input_tokens(call: Call) -> Response:
     return respond(InputTokens(input_tokens=len(generation.prompts[0])))
 
 
-def _row(path: str, operation: Operation, request: type[BaseModel], response: type[BaseModel]) -> RouteRow:
-    return RouteRow(
-        "POST",
-        path,
-        operation,
-        request,
-        response,
-        refuse=refuse,
-        refusal=ErrorBody,
-        streams=operation is responses,
-        waits_for_disk=False,
-    )
-
+_row = partial(RouteRow, "POST", refuse=refuse, refusal=ErrorBody, waits_for_disk=False)
 
 ROUTES: tuple[RouteRow, ...] = tuple(
     row
     for prefix in PREFIXES
     for row in (
-        _row(f"{prefix}/responses", responses, ResponsesRequest, ModelResponse),
+        _row(f"{prefix}/responses", responses, ResponsesRequest, ModelResponse, streams=True),
         _row(f"{prefix}/responses/input_tokens", input_tokens, InputTokensRequest, InputTokens),
     )
 )
