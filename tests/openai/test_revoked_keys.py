@@ -25,14 +25,19 @@ API = "/api/v1"
 
 
 @pytest.fixture(autouse=True)
-def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_engine(server: Server) -> Iterator[None]:
+    """Each step takes `STEP_S` until the test is over. What the test asked for is then sampled to its end."""
+    open_before = open_count(server)
     step = SamplingBatch.step
 
     def slow(self: SamplingBatch) -> Any:
         time.sleep(STEP_S)
         return step(self)
 
-    monkeypatch.setattr(SamplingBatch, "step", slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingBatch, "step", slow)
+        yield
+    wait_until(lambda: open_count(server) == open_before)
 
 
 @contextmanager
