@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from shell_trial import BOUNDED, HARMFUL, SLEEP, sleepers  # ty: ignore[unresolved-import]
+from waiting import wait_until
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.sandbox import Shell, ShellLimits
@@ -175,7 +176,6 @@ def test_the_memory_of_all_processes_together_is_limited(sandbox: dict[str, Any]
     assert result.ended == "memory" if sandbox["sandbox"] == "bubblewrap" else "one was killed" in result.output
 
 
-@pytest.mark.slow  # fails at times: killed very early, bubblewrap leaves its command running until its own limit
 def test_a_cancelled_command_ends_with_its_processes(shell: Shell) -> None:
     async def cancel() -> None:
         running = asyncio.create_task(shell.run(f"sleep {SLEEP} & sleep {SLEEP}"))
@@ -201,27 +201,74 @@ def test_commands_of_many_shells_run_at_once(sandbox: dict[str, Any]) -> None:
             each.close()
 
 
-@pytest.mark.slow  # for the same reason
+def start_sleeping_shell(folder: str) -> subprocess.Popen[bytes]:
+    """A process whose shell sleeps, with a limit on its time that no test waits for."""
+    code = (
+        "import asyncio; from mint.sandbox import Shell, ShellLimits;"
+        f"asyncio.run(Shell(sandbox='bubblewrap', limits=ShellLimits(wall_s=9999)).run('sleep {SLEEP}'))"
+    )
+    Path(folder).chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": folder}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment)
+
+
 def test_nothing_runs_on_after_the_process_that_has_the_shell_was_killed(request: pytest.FixtureRequest) -> None:
     arguments("bubblewrap", request)
-    code = (
-        f"import asyncio; from mint.sandbox import Shell; asyncio.run(Shell(sandbox='bubblewrap').run('sleep {SLEEP}'))"
-    )
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": folder}
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+        process = start_sleeping_shell(folder)
         try:
-            while not any(has_words(pid, "sleep", SLEEP) for pid in sleepers()):
-                assert process.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: any(has_words(pid, "sleep", SLEEP) for pid in sleepers()))
         finally:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
-        deadline = time.monotonic() + 30
-        while sleepers() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: sleepers() == [])
+
+
+def test_no_command_begins_after_the_process_that_has_the_shell_was_killed(request: pytest.FixtureRequest) -> None:
+    """The first process of the sandbox stands still before it has asked to die with its parent; then that is gone."""
+    arguments("bubblewrap", request)
+    with tempfile.TemporaryDirectory() as folder:
+        process = start_sleeping_shell(folder)
+        try:
+            monitor, first = stopped_early(process)
+        finally:
+            process.kill()
+            process.wait()
+        wait_until(lambda: not is_running(monitor))
+        os.kill(first, signal.SIGCONT)
+        wait_until(lambda: not is_running(first))
         assert sleepers() == []
+
+
+def stopped_early(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Waits for the sandbox of the sleeper (the one before it proves that the sandbox works). Returns bubblewrap's
+    process on the host and the first of the sandbox, stopped while it has no filter of system calls: it asks to die
+    with its parent just before it gets that."""
+    seen: list[int] = []
+    while True:
+        assert process.poll() is None
+        for monitor in children(process.pid):
+            for first in children(monitor):
+                if first in seen:
+                    continue
+                seen.append(first)
+                if len(seen) == 2:
+                    os.kill(first, signal.SIGSTOP)
+                    assert "Seccomp:\t0" in Path(f"/proc/{first}/status").read_text()
+                    return monitor, first
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError):
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return []
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def has_words(pid: int, *words: str) -> bool:

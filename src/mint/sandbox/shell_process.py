@@ -9,6 +9,7 @@ import asyncio
 import errno
 import math
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -95,7 +96,8 @@ class CommandLine:
     """How to start a command: its words, what its process is given, and how to end it from outside.
 
     `environment` None is that of this process. `identity` are the arguments `user`, `group` and `extra_groups` of a
-    process; `descriptors` are closed in this process once it runs.
+    process; `descriptors` are closed in this process once it runs. `lifeline` is the end of a pipe that this process
+    keeps open for as long as the command may begin.
     """
 
     words: Sequence[str]
@@ -103,11 +105,18 @@ class CommandLine:
     descriptors: Sequence[int] = ()
     identity: dict[str, Any] = field(default_factory=dict)
     stop: Callable[[], Awaitable[None]] | None = None
+    lifeline: int | None = None
 
     def close(self) -> None:
         """Closes the descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
+
+    def forbid_beginning(self) -> None:
+        """Closes the lifeline."""
+        if self.lifeline is not None:
+            os.close(self.lifeline)
+            self.lifeline = None
 
 
 async def run_command(
@@ -120,8 +129,8 @@ async def run_command(
     """
     began = time.monotonic()
     output = _Output(limits.output_bytes)
-    before_bytes = await asyncio.to_thread(_size_bytes, folders, COUNTED_TIMES * limits.folder_bytes)
     try:
+        before_bytes = await asyncio.to_thread(_size_bytes, folders, COUNTED_TIMES * limits.folder_bytes)
         process = await asyncio.create_subprocess_exec(
             *line.words,
             stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
@@ -133,6 +142,9 @@ async def run_command(
             start_new_session=True,
             **line.identity,
         )
+    except BaseException:
+        line.forbid_beginning()
+        raise
     finally:
         line.close()
     reading = asyncio.create_task(output.read(process))
@@ -153,9 +165,10 @@ async def run_command(
 async def _end(process: asyncio.subprocess.Process, line: CommandLine, ending: set[asyncio.Task[Any]]) -> None:
     """Ends the process and waits for `ending`: its own end, and that of its output. When nobody can write that any
     more, all that it started has ended."""
+    line.forbid_beginning()
     if process.returncode is None:
         with suppress(ProcessLookupError):
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has started and not yet let go
         if line.stop is not None:
             await line.stop()
     _, pending = await asyncio.wait(ending, timeout=STOP_S)

@@ -94,9 +94,10 @@ class Bubblewrap:
             words += ["--setenv", key, value]
         # The roots of bwrap's own file systems are in memory that no limit counts.
         words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDERS["work"], "--"]
-        words += _limited(command, limits, of_user=True)
+        alive, lifeline = os.pipe()
+        words += ["bash", "-c", _begin_if_alive(alive), "bash", *_limited(command, limits, of_user=True)]
         identity = {"user": owner, "group": owner, "extra_groups": ()} if os.geteuid() == 0 else {}
-        return CommandLine(words, {}, (seccomp,), identity)
+        return CommandLine(words, {}, (seccomp, alive), identity, lifeline=lifeline)
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ def _prove(sandbox: ShellSandbox) -> None:
             raise OSError(f"has not answered in {PROBE_S:.0f} s") from error
         finally:
             line.close()
+            line.forbid_beginning()
         if done.stdout != b"proof":
             raise OSError(
                 " ".join(done.stderr.decode(errors="replace").split())[:500] or f"exit code {done.returncode}"
@@ -247,6 +249,17 @@ def _give_away(folder: Path) -> int:
             continue
         return owner
     raise OSError("cannot give the working folder to another user than root")
+
+
+def _begin_if_alive(alive: int) -> str:
+    """A script that runs its arguments, unless the pipe `alive` has been closed at its other end.
+
+    bubblewrap's first process asks to die with its parent, and then gets its filter of system calls. It does not notice
+    a parent that is gone already. So the script looks at the pipe after it has seen the filter: if the pipe is open
+    then, the parent was there when the first process asked.
+    """
+    has_filter = """until read -rd '' status < /proc/1/status; [[ $status == *Seccomp:?2* ]]; do :; done"""
+    return f'{has_filter}; read -t 0 -u {alive} && exit 1; exec "$@" {alive}<&-'
 
 
 def _limited(command: str, limits: ShellLimits, *, of_user: bool) -> list[str]:
