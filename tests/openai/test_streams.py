@@ -14,6 +14,8 @@ import pytest
 from openai_server import MODEL, Server
 from waiting import HANG_S, wait_until
 
+from mint.server.openai.generation import PROMPTS_AT_ONCE
+from mint.server.service.sampling_requests import SamplingRequests
 from mint.server.worker.sampling_batch import SamplingBatch
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "max_tokens": 900}
@@ -96,6 +98,38 @@ def test_a_client_that_leaves_frees_its_room_at_once(server: Server, steps: Step
         client.completions.create(model=MODEL, prompt="Two", max_tokens=1)
     assert max(steps.rows) >= 32
     assert max(steps.rows[22:], default=0) < 32
+
+
+def test_a_request_of_many_prompts_leaves_the_event_loop_to_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many prompts are sent to the engine, or cancelled, in one turn of the event loop."""
+    turns = {"begun": [0], "ended": [0]}
+    sample_now = SamplingRequests.sample_now
+
+    def count(what: str) -> None:
+        turns[what][-1] += 1
+        if turns[what][-1] == 1:
+            asyncio.get_running_loop().call_soon(turns[what].append, 0)
+
+    async def counted(self: SamplingRequests, *args: Any, **kwargs: Any) -> Any:
+        count("begun")
+        try:
+            return await sample_now(self, *args, **kwargs)
+        finally:
+            count("ended")
+
+    monkeypatch.setattr(SamplingRequests, "sample_now", counted)
+    hold = threading.Event()
+    server.running.service.call_soon(lambda: hold.wait(2 * HANG_S))
+    prompts = ["One"] * 400
+    try:
+        leave(server, {**LONG, "prompt": prompts}, lambda: sum(turns["begun"]) == len(prompts))
+        wait_until(lambda: sum(turns["ended"]) == len(prompts))
+    finally:
+        hold.set()
+    assert max(turns["begun"]) <= PROMPTS_AT_ONCE
+    assert max(turns["ended"]) <= PROMPTS_AT_ONCE
 
 
 def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, steps: Steps) -> None:

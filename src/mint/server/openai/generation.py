@@ -27,6 +27,9 @@ SEED_BITS = 63
 DELTAS_AT_ONCE = 256
 """After so many the event loop may do other work."""
 
+PROMPTS_AT_ONCE = 32
+"""So many prompts are sent to the engine, or cancelled, before the event loop may do other work."""
+
 Finish = Literal["stop", "length"]
 Alternatives = list[tuple[int, float]]
 
@@ -173,16 +176,18 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
     queue = _TokenQueue()
     cancelled = threading.Event()
     streams = live and not generation.needs_whole_result
-    tasks = [
-        asyncio.create_task(_sample(service, generation, number, queue if streams else None, cancelled))
-        for number in range(len(generation.prompts))
-    ]
-    for number, task in enumerate(tasks):
-        task.add_done_callback(partial(queue.finish, number))
-    choices = [_Choice(generation, index) for index in range(len(generation.prompts) * generation.n)]
-    running = len(tasks)
+    tasks = list[asyncio.Task[SampleResponse]]()
+    choices = list[_Choice]()
+    running = len(generation.prompts)
     echoes: Sequence[str] = () if generation.echoes is None or generation.needs_whole_result else generation.echoes
     try:
+        for number in range(running):
+            choices += [_Choice(generation, number * generation.n + sample) for sample in range(generation.n)]
+            task = asyncio.create_task(_sample(service, generation, number, queue if streams else None, cancelled))
+            task.add_done_callback(partial(queue.finish, number))
+            tasks.append(task)
+            if len(tasks) % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         async for item in queue:
             if isinstance(item, _Done):
                 item.task.result()  # an error is raised before anything is yielded
@@ -203,8 +208,15 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
                 return
     finally:
         cancelled.set()
-        for task in tasks:
-            task.cancel()
+        _cancel(tasks)
+
+
+def _cancel(tasks: Sequence[asyncio.Task[SampleResponse]]) -> None:
+    """Cancels tasks, some at once; returns before all are."""
+    for task in tasks[:PROMPTS_AT_ONCE]:
+        task.cancel()
+    if tasks[PROMPTS_AT_ONCE:]:
+        asyncio.get_running_loop().call_soon(_cancel, tasks[PROMPTS_AT_ONCE:])
 
 
 async def _sample(
