@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service_harness import (
@@ -30,6 +31,7 @@ from mint.errors import (
 )
 from mint.server.callers import LOCAL
 from mint.server.service.training_requests import MAX_AHEAD
+from mint.server.store.journal import Journal
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,6 +97,25 @@ def test_what_never_arrives_is_given_up_with_all_that_waited_behind_it(tmp_path:
     assert harness.digest(model_id) == before
     harness.run("forward_backward", model_id, 5, GOOD_PASS)
     assert harness.run("optim_step", model_id, 6, STEP)["metrics"]["step"] == 1.0
+    service.stop()
+
+
+def test_what_arrives_just_before_it_is_given_up_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = open_service(tmp_path, gap_timeout_s=0.1)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    late: list[str] = []
+    give_up = Journal.give_up
+
+    def arrive_first(self: Journal, *args: Any) -> bool:
+        if not late:
+            late.append(harness.send("forward_backward", model_id, 1, GOOD_PASS))
+        return give_up(self, *args)
+
+    monkeypatch.setattr(Journal, "give_up", arrive_first)
+    step = harness.send("optim_step", model_id, 2, STEP)
+    assert harness.wait(step)["metrics"]["step"] == 1.0
+    assert "loss_fn_outputs" in harness.wait(late[0])
     service.stop()
 
 

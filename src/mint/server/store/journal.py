@@ -569,9 +569,14 @@ class Journal:
                     transaction.execute(statement, model_id=finish.model_id, first=first, last=last)
         return True
 
-    def give_up(self, model_id: str, missing: Sequence[int], waiting: Sequence[int], result: bytes) -> None:
-        """Fails requests that never arrived, and those that waited behind them."""
+    def give_up(self, model_id: str, missing: Sequence[int], waiting: Sequence[int], result: bytes) -> bool:
+        """Fails requests that never arrived, and those that waited behind them.
+
+        Returns False, and does nothing, if one of `missing` has arrived meanwhile.
+        """
         with self.database.transaction() as transaction:
+            if any(transaction.row(JobRow, _READ_JOB, model_id=model_id, seq_id=seq_id) for seq_id in missing):
+                return False
             for seq_id in missing:
                 row = JobRow(model_id, seq_id, "missing", None, "", "failed", result)
                 transaction.execute(_ADD_JOB, **vars(row))
@@ -583,6 +588,7 @@ class Journal:
                 waiting=list(waiting),
             )
             transaction.execute(_ADVANCE_MODEL, model_id=model_id, seq_id=max([*missing, *waiting]))
+        return True
 
     # --- snapshots, checkpoints, samplers ------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ log = logging.getLogger("mint.worker")
 
 HOUSEKEEPING_S = 60.0
 JOURNAL_RETRY_S = 1.0
+ARRIVAL_S = 0.01
 MEMORY_RETRY_S = 0.5
 
 
@@ -322,7 +323,9 @@ class Worker:
         kinds = {job.seq_id: job.kind for job in waiting}
         # The missing numbers are journaled as failed, so that the late arrival of one of them is recognised.
         try:
-            self._journal.give_up(model_id, missing, list(kinds), result.body)
+            if not self._journal.give_up(model_id, missing, list(kinds), result.body):
+                self._queue.wait(ARRIVAL_S)  # it is about to be added to the queue
+                return
         except DamagedDataError as damage:
             self._trainer.stop(model_id, damage)
         for seq_id in sorted([*missing, *kinds]):
