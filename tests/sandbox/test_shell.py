@@ -85,7 +85,9 @@ def ask(shell: Shell, command: str, stdin: bytes = b"") -> ShellResult:
     return asyncio.run(shell.run(command, stdin=stdin))
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "bubblewrap as nobody", "docker"])
+@pytest.fixture(
+    scope="module", params=["bubblewrap", pytest.param("bubblewrap as nobody", marks=pytest.mark.slow), "docker"]
+)
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `shell_trial.py` has seen."""
     kind, _, who = request.param.partition(" as ")
