@@ -38,7 +38,7 @@ HOMES: dict[str, frozenset[str]] = {
     "safetensors": frozenset({"models"}),
     "transformers": frozenset(
         {
-            "tokenizer.py",
+            "tokenizer/loading.py",
             "engine/bases",
             "models/gguf_folder.py",
             "models/transformers_progress.py",

@@ -4,6 +4,7 @@ mint's tokenizer, as ids, and over several turns of a rollout."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from mint.models.folder import ModelFolder
 from mint.rl.tasks.chat_format import ChatFormat, check_template
 from mint.tokenizer import load_tokenizer, token_bytes, tokenizer_files
+from mint.tokenizer.model_tokenizer import ModelTokenizer
 
 QWEN_25 = """
 {%- if messages[0]['role'] != 'system' %}
@@ -119,9 +121,12 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return family, tmp_path
 
 
-def test_a_conversation_is_written_as_the_family_defines_it(chat: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("load", [lambda folder: load_tokenizer(str(folder), "unused"), ModelTokenizer])
+def test_a_conversation_is_written_as_the_family_defines_it(
+    chat: tuple[str, Path], load: Callable[[Path], Any]
+) -> None:
     family, folder = chat
-    ours, theirs = load_tokenizer(str(folder), "unused"), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
     for index, conversation in enumerate(CONVERSATIONS):
         for ask in (False, True):
             text = ours.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask)
