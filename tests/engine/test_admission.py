@@ -135,7 +135,7 @@ def test_where_memory_is_short_the_scope_with_the_most_rows_gives_way(engine: To
     watched.add(asked("one", 0, tokens=140), "one")
     while watched.batch.keys:
         watched.step()
-    assert small.sampling_counters()["restarts"] > 0
+    assert small.sampling_counters()["preemptions"] > 0
     assert watched.ended["one"] < 150  # it never started again
 
 

@@ -212,16 +212,7 @@ def test_jobs_that_do_not_fit_together_are_preempted_and_are_told_no_token_twice
             assert [heard[place, s] for s in range(3)] == [s.tokens.tolist() for s in results[str(place)].samples]
         assert engine.kv_pages()["total"] == pages and _held(engine) == 0
         if pages == 9:
-            assert engine.sampling_counters()["restarts"] > 0
-
-
-def test_a_job_that_can_never_fit_fails_alone_and_says_what_to_do(fresh: Fresh) -> None:
-    engine = fresh(kv_cache_bytes=8 * PAGE_BYTES)
-    small, large = job([3, 4], max_tokens=9), job([5, 6], num_samples=64, max_tokens=90)
-    (alone,) = engine.sample([small])
-    results = engine.sample([small, large, small])
-    assert results[1].error is not None and "kv_cache_bytes" in results[1].error
-    assert _bits(results[0]) == _bits(results[2]) == _bits(alone)
+            assert engine.sampling_counters()["preemptions"] > 0
 
 
 @pytest.mark.parametrize("calls", [(3,), (4, 9), (2, 3)])

@@ -279,7 +279,7 @@ class TorchEngine:
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
-        `restarts` of preempted jobs."""
+        `preemptions` of sequences and prompts."""
         return self._sum(lambda base: base.counters)
 
     def kv_pages(self) -> dict[str, int]:

@@ -131,7 +131,7 @@ class BaseModel(ABC):
     @property
     @abstractmethod
     def counters(self) -> Mapping[str, int]:
-        """Totals of all samplers since the start: `prefilled`, `reused`, `sampled`, `steps`, `restarts`."""
+        """Totals of all samplers since the start: `prefilled`, `reused`, `sampled`, `steps`, `preemptions`."""
 
     @property
     @abstractmethod

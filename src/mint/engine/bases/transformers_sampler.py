@@ -25,7 +25,7 @@ from mint.engine.sampling.admission import WaitingJobs
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
 from mint.engine.sampling.prompt_scoring import asks, score_prompt
-from mint.engine.sampling.sampler import NO_ROOM
+from mint.engine.sampling.sampler import NO_MEMORY
 from mint.engine.sampling.sequences import Sequences
 
 MAX_SEQUENCES = 128
@@ -133,12 +133,12 @@ class TransformersSampler:
             if not is_out_of_memory(error):
                 raise
             if len(self._running) == 1:
-                self._close(entry, SampleResult([], error=NO_ROOM))
+                self._close(entry, SampleResult([], error=NO_MEMORY))
                 return
             self._leave(entry)
             self._waiting.add(entry)
             self._sequence_limit = max(1, sum(other.count for other in self._running))
-            self._counters["restarts"] += 1
+            self._counters["preemptions"] += 1
 
     def _start(self, entry: _CachedJob) -> None:
         """Runs the prompt, answers what is asked about it, and draws the first tokens."""
@@ -161,7 +161,7 @@ class TransformersSampler:
         if cache is not None and self._use is CacheUse.SHARED:
             cache.repeat(entry.count)
         entry.cache = cache
-        entry.slots = self._sequences.add(entry.arrival, job, np.zeros((entry.count, 0), np.int64))
+        entry.slots = self._sequences.add(entry.arrival, job)
         entry.rows = np.arange(entry.count)
         self._collect(entry, logits.expand(entry.count, -1))
 

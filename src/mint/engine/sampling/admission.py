@@ -20,24 +20,23 @@ than theirs."""
 
 
 class WaitingJob(Protocol):
-    """The fields of a job that decide when it is admitted. `arrival` counts upwards: each job has its own number."""
+    """The fields of a job, or of one of its sequences, that decide when it is admitted. `turn` is the arrival of the
+    job, which counts upwards, and the number of the sequence: no two that wait have the same."""
 
-    arrival: int
-
-    @property
-    def scope(self) -> str: ...
+    turn: tuple[int, int]
+    scope: str
 
 
 J = TypeVar("J", bound=WaitingJob)
 
-_arrival = attrgetter("arrival")
+_turn = attrgetter("turn")
 
 
 class WaitingJobs(Generic[J]):
-    """Jobs that have no rows yet."""
+    """Jobs, or sequences of them, that have no rows yet, or no more."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[J]] = {}  # by scope, each in the order of arrival
+        self._of: dict[str, deque[J]] = {}  # by scope, each in the order of turns
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -48,13 +47,13 @@ class WaitingJobs(Generic[J]):
         return set(self._of)
 
     def add(self, job: J) -> None:
-        """Adds a job at the place of its arrival: one that was admitted before and comes back keeps its turn."""
-        insort(self._of.setdefault(job.scope, deque()), job, key=_arrival)
+        """Adds a job at its place: one that was admitted before and comes back keeps its turn."""
+        insort(self._of.setdefault(job.scope, deque()), job, key=_turn)
 
     def remove(self, job: J) -> None:
         """Removes a job; does nothing if it does not wait."""
         own = self._of.get(job.scope, deque())
-        place = bisect_left(own, job.arrival, key=_arrival)
+        place = bisect_left(own, job.turn, key=_turn)
         if place < len(own) and own[place] is job:
             del own[place]
             if not own:
@@ -62,7 +61,7 @@ class WaitingJobs(Generic[J]):
 
     def first(self, rows: Mapping[str, int]) -> J:
         """The job whose turn it is, where scopes have so many `rows`. There must be one."""
-        return min((own[0] for own in self._of.values()), key=lambda job: (rows.get(job.scope, 0), job.arrival))
+        return min((own[0] for own in self._of.values()), key=lambda job: (rows.get(job.scope, 0), job.turn))
 
 
 def may_begin(scope: str, count: int, rows: Counter[str], *, scopes: int, limit: int, spare: int) -> bool:

@@ -29,6 +29,7 @@ class BatchJob:
     def __post_init__(self) -> None:
         self.scope = self.job.cache_scope
         """Jobs of one scope share its turns, and its part of the prefix cache."""
+        self.turn = self.arrival, 0
         self.count = self.job.num_samples if self.job.max_tokens else 0
         """S, or 0 where the job only asks about its prompt."""
         self.tokens_sent = np.zeros(self.job.num_samples, np.int64)

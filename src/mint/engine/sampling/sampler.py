@@ -3,16 +3,21 @@
 A job's prompt is computed once for all its samples, and only as far as the prefix cache does not have it. Rows of one
 lora are neighbours, and among them rows of similar length. The result of a job is a function of that job alone: a row
 has the same bits whatever other rows are in the batch, and each draw comes from the counter (seed, sample, position).
-So a job that was preempted starts again and draws the same tokens. Knows nothing of requests, tenants or text.
+
+Where the KV cache is full, the latest sequences are preempted: they give their pages back and keep their tokens. Once
+there is room, a sequence goes on: its prompt and its tokens are computed like a prompt, as far as the prefix cache does
+not have them any more. A prompt's keys and values have the bits that decoding gave them, so nothing of the result
+depends on the size of the cache. Knows nothing of requests, tenants or text.
 
 Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -22,16 +27,17 @@ from mint.engine.drawing.draw import Draw
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
-from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener, is_out_of_memory
+from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
-from mint.engine.sampling.batch_job import BatchJob, stream_tokens
+from mint.engine.sampling.batch_job import stream_tokens
 from mint.engine.sampling.counted_slots import Lease
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
+from mint.engine.sampling.paged_job import PagedJob, Prompt
 from mint.engine.sampling.prefill import PartStates, PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
-from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
+from mint.engine.sampling.prompt_scoring import asks, score_prompt, unasked_tokens
 from mint.engine.sampling.sequences import Sequences
 from mint.engine.sampling.state_cache import StateCache
 
@@ -46,13 +52,11 @@ LEAST_PREFILL = 16
 """A shorter prompt counts as so many tokens, for what it costs beside the forward. So a flood of short prompts joins in
 slices, too, and its samples do not all end in one step."""
 
-COUNTERS = ("prefilled", "reused", "sampled", "steps", "restarts")
-"""Totals of a base model's samplers: prompt tokens computed and reused, tokens drawn, steps, preempted jobs."""
+COUNTERS = ("prefilled", "reused", "sampled", "steps", "preemptions")
+"""Totals of a base model's samplers: prompt tokens computed and reused, tokens drawn, steps, and how often a sequence,
+or a prompt, had to give its memory back."""
 
-NO_ROOM = (
-    "The samples of this request do not fit into memory at once. Ask for fewer samples or tokens per request, or give "
-    "the engine a larger kv_cache_bytes"
-)
+NO_MEMORY = "Memory does not suffice to sample one sequence. Ask for fewer tokens, or give the server more memory"
 
 
 @dataclass
@@ -69,40 +73,6 @@ class SamplerMemory:
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
 
-@dataclass(eq=False)
-class _PagedJob(BatchJob):
-    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
-    sample.
-
-    In a model with delta nets, `states` are the slots of its samples, of which the first is the prompt's until it is
-    computed. The prompt starts from the state `loaded` of the prefix cache (-1: from nothing). States after the first
-    `cuts` tokens are worth keeping there."""
-
-    pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    states: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    loaded: int = -1
-    cuts: list[int] = field(default_factory=list)
-    done: int = 0
-    beginning: bytes = b""
-    hidden: list[Tensor] = field(default_factory=list)
-    samples: dict[int, Sample] = field(default_factory=dict)
-    left: int = 0
-    rows: int = 0
-    closed: bool = False
-    is_finite: bool = True
-    reused: int | None = None
-
-    @property
-    def prompt_pages(self) -> np.ndarray:
-        """The pages that hold the prompt."""
-        return np.append(self.pages, self.own[:1]) if len(self.job.prompt) % PAGE_POSITIONS else self.pages
-
-
-class _OutOfPages(MemoryError):
-    """No page is left for the next token of a sequence."""
-
-
 class Sampler:
     """The jobs of one batch on one base model."""
 
@@ -113,13 +83,13 @@ class Sampler:
         self._state_lease = None if memory.states is None else Lease(memory.states)
         self._interrupted = False  # some layers may have gone on to the next state, and others not
         self._sequences = Sequences()
-        self._entries: dict[int, _PagedJob] = {}
-        self._keys: dict[str, _PagedJob] = {}
-        self._listening: dict[int, _PagedJob] = {}
-        self._waiting = WaitingJobs[_PagedJob]()
-        self._prefilling: list[_PagedJob] = []
+        self._entries: dict[int, PagedJob] = {}
+        self._keys: dict[str, PagedJob] = {}
+        self._listening: dict[int, PagedJob] = {}
+        self._waiting = WaitingJobs[Prompt]()
+        self._prefilling: list[Prompt] = []
         self._arrivals = 0
-        self._cancelled: list[_PagedJob] = []
+        self._cancelled: list[PagedJob] = []
         self._row_limit = MAX_ROWS
         # Slots in the order of the batch's rows. Ended ones stay until it pays to move the others.
         self._order = np.zeros(0, np.int64)
@@ -135,12 +105,12 @@ class Sampler:
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
-        entry = _PagedJob(key, job, lora, listener, self._arrivals)
+        entry = PagedJob(key, job, lora, listener, self._arrivals)
         if listener is not None:
             self._listening[entry.arrival] = entry
         self._arrivals += 1
         self._keys[key] = self._entries[entry.arrival] = entry
-        self._waiting.add(entry)
+        self._wait(Prompt(entry, job.prompt, entry.count, job.max_tokens))
 
     def cancel(self, key: str) -> None:
         """Removes the job at the next step; unknown keys are ignored."""
@@ -157,9 +127,7 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._interrupted = self._state_lease is not None and not isinstance(error, _OutOfPages)
-            self._preempt_latest(error)
-            self._interrupted = False
+            self._preempt_half(error)
         results = self._results
         self._results = {}
         return results
@@ -179,39 +147,57 @@ class Sampler:
     # --- admission ---
 
     def _admit(self) -> None:
-        """Admits waiting jobs as long as they fit, in the order of `admission`."""
+        """Admits what waits as long as it fits, in the order of `admission`."""
         if not self._waiting:
             return
-        later: list[_PagedJob] = []
+        later: list[Prompt] = []
         rows = self._rows_by_scope()
         scopes = len(rows.keys() | self._waiting.scopes)
         spare = 0 if self._row_limit < MAX_ROWS else SPARE_ROWS  # memory was short: no more rows than before
-        beginnings = {(entry.lora, entry.scope, entry.beginning) for entry in self._prefilling}
+        beginnings = {(prompt.entry.lora, prompt.scope, prompt.beginning) for prompt in self._prefilling}
         while self._waiting:
-            entry = self._waiting.first(rows)
-            if not may_begin(entry.scope, entry.count, rows, scopes=scopes, limit=self._row_limit, spare=spare):
+            prompt = self._waiting.first(rows)
+            entry = prompt.entry
+            if not may_begin(prompt.scope, prompt.count, rows, scopes=scopes, limit=self._row_limit, spare=spare):
                 break  # smaller jobs behind it wait, too: otherwise it could wait for ever
-            reusable = entry.job.prompt[: unasked_tokens(entry.job)]
-            known = self._memory.prefix_cache.find(entry.lora, entry.scope, reusable)
-            ahead = entry.job.prompt[known.length : known.length + BLOCK]
-            entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
-            if entry.beginning and (entry.lora, entry.scope, entry.beginning) in beginnings:
-                # A job ahead computes the same tokens in this step; in the next one they are cached.
-                self._waiting.remove(entry)
-                later.append(entry)
+            known = self._find(prompt)
+            ahead = prompt.tokens[known.length : known.length + BLOCK]
+            prompt.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
+            if prompt.beginning and (entry.lora, prompt.scope, prompt.beginning) in beginnings:
+                # A prompt ahead has the same tokens and is computed in this step; in the next one they are cached.
+                self._waiting.remove(prompt)
+                later.append(prompt)
                 continue
-            fits = self._begin(entry, known, spare=rows.total())
+            fits = self._begin(prompt, known, spare=rows.total())
             if not fits and (rows.total() or self._prefilling):
                 break
-            self._waiting.remove(entry)
+            fits = fits or self._begin_in_part(prompt)
+            self._waiting.remove(prompt)
             if fits:
-                self._prefilling.append(entry)
-                rows[entry.scope] += entry.count
-                beginnings.add((entry.lora, entry.scope, entry.beginning))
+                self._prefilling.append(prompt)
+                rows[prompt.scope] += prompt.count
+                beginnings.add((entry.lora, prompt.scope, prompt.beginning))
             else:
-                self._close(entry, SampleResult([], error=NO_ROOM))
-        for entry in later:
-            self._waiting.add(entry)
+                self._close(entry, SampleResult([], error=self._no_room))
+        for prompt in later:
+            self._waiting.add(prompt)
+
+    def _wait(self, prompt: Prompt) -> None:
+        prompt.entry.prompts.append(prompt)
+        self._waiting.add(prompt)
+
+    def _find(self, prompt: Prompt) -> Match:
+        """What is cached of a prompt, except for tokens whose hidden states are needed."""
+        needed_from = unasked_tokens(prompt.entry.job) if prompt.is_of_job else len(prompt.tokens) - 1
+        return self._memory.prefix_cache.find(prompt.entry.lora, prompt.scope, prompt.tokens[:needed_from])
+
+    @property
+    def _no_room(self) -> str:
+        positions = self._memory.kv_cache.count * PAGE_POSITIONS
+        return (
+            f"One sequence of this request does not fit into the KV cache, which holds {positions} tokens. Ask for a "
+            "shorter prompt or fewer tokens, or give the server more memory for it (MINT_KV_CACHE_MIB)"
+        )
 
     def _rows_by_scope(self) -> Counter[str]:
         """The rows that jobs have or get once their prompts are computed."""
@@ -219,66 +205,77 @@ class Sampler:
         numbers, counts = np.unique(self._sequences.of["entry"][self._order], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             rows[self._entries[number].scope] += count
-        for entry in self._prefilling:
-            rows[entry.scope] += entry.count
+        for prompt in self._prefilling:
+            rows[prompt.scope] += prompt.count
         return rows
 
-    def _begin(self, entry: _PagedJob, known: Match, spare: int) -> bool:
+    def _begin_in_part(self, prompt: Prompt) -> bool:
+        """Begins with as many of a job's samples as there is room for, nothing else being in the batch. The others wait
+        for their turn, as preempted sequences do."""
+        known = self._find(prompt)  # nothing more is cached by now, but what another sampler holds
+        free = self._memory.kv_cache.free - (len(prompt.tokens) // PAGE_POSITIONS - len(known.pages))
+        fitting = free // 2  # each goes on into a second page
+        if self._memory.states is not None:
+            fitting = min(fitting, self._memory.states.free)
+        prompt.count = min(prompt.count, max(1, fitting))
+        return self._begin(prompt, known, spare=0)
+
+    def _begin(self, prompt: Prompt, known: Match, spare: int) -> bool:
         """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
         memory = self._memory
-        job = entry.job
+        entry = prompt.entry
         held = np.append(known.pages, known.partial) if known.rest else known.pages
         self._lease.hold(held)  # before `evict_pages`, which may evict them from the prefix cache
-        whole, rest = divmod(len(job.prompt), PAGE_POSITIONS)
+        whole, rest = divmod(len(prompt.tokens), PAGE_POSITIONS)
         new = whole - len(known.pages)
-        needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
+        needed = new + (prompt.count if prompt.left > 1 else int(rest > 0))
         taken = None
-        if self._take_states(entry, known):
+        if self._take_states(prompt, known):
             taken = self._lease.take(needed) if memory.prefix_cache.evict_pages(needed + spare) else None
         if taken is None:
-            self._release_states(entry)
+            self._release_states(prompt)
             self._lease.release(held)
             return False
-        entry.pages = np.concatenate([known.pages, taken[:new]])
-        entry.own = taken[new:]
+        prompt.pages = np.concatenate([known.pages, taken[:new]])
+        prompt.own = taken[new:]
         if known.rest:  # a copy, because this job writes on in the page
             memory.kv_cache.copy(known.partial, taken[:1], known.rest)
             self._lease.release(held[-1:])
-        entry.done = known.length
+        prompt.done = known.length
         memory.counters["reused"] += known.length
-        if entry.reused is None:  # a job that begins anew finds what it has computed itself
+        if entry.reused is None:  # what was preempted finds what it has computed itself
             entry.reused = known.length
         return True
 
-    def _take_states(self, entry: _PagedJob, known: Match) -> bool:
-        """Takes slots for a job's states, where the model has any; False where too few are free."""
+    def _take_states(self, prompt: Prompt, known: Match) -> bool:
+        """Takes slots for the states of a prompt, where the model has any; False where too few are free."""
         if self._state_lease is None:
             return True
         cache = self._memory.prefix_cache
         if known.state >= 0:
             self._state_lease.hold(np.array([known.state]))  # before `evict_states`, which may evict it
-            entry.loaded = known.state
-        needed = entry.count if entry.job.max_tokens > 1 and entry.count else 1
+            prompt.loaded = known.state
+        needed = prompt.count if prompt.left > 1 and prompt.count else 1
         taken = self._state_lease.take(needed) if cache.evict_states(needed) else None
         if taken is None:
             return False
-        entry.states = taken
+        prompt.states = taken
         # The same prompt may come again, and computes its last token anew; others begin alike up to `common`.
-        ends = {known.common, len(entry.job.prompt) - 1} if cache.keeps_states else ()
-        entry.cuts = sorted(end for end in ends if end > known.length)
+        ends = {known.common, len(prompt.entry.job.prompt) - 1} if cache.keeps_states else ()
+        prompt.cuts = sorted(end for end in ends if end > known.length)
         return True
 
-    def _release_states(self, entry: _PagedJob) -> None:
+    def _release_states(self, prompt: Prompt) -> None:
         if self._state_lease is not None:
-            self._release_start(entry)
-            self._state_lease.release(entry.states)
-            entry.states = entry.states[:0]
+            self._release_start(prompt)
+            self._state_lease.release(prompt.states)
+            prompt.states = prompt.states[:0]
 
-    def _release_start(self, entry: _PagedJob) -> None:
+    def _release_start(self, prompt: Prompt) -> None:
         """Releases the state of the prefix cache that a prompt starts from."""
-        if self._state_lease is not None and entry.loaded >= 0:
-            self._state_lease.release(np.array([entry.loaded]))
-            entry.loaded = -1
+        if self._state_lease is not None and prompt.loaded >= 0:
+            self._state_lease.release(np.array([prompt.loaded]))
+            prompt.loaded = -1
 
     def _drop_cancelled(self) -> None:
         for entry in self._cancelled:
@@ -287,7 +284,7 @@ class Sampler:
         self._cancelled = []
         self._compact_rows(now=True)
 
-    def _close(self, entry: _PagedJob, result: SampleResult) -> None:
+    def _close(self, entry: PagedJob, result: SampleResult) -> None:
         """Records a job's result; its rows leave the batch at the next tidying."""
         entry.closed = True
         self._results[entry.key] = result
@@ -298,65 +295,120 @@ class Sampler:
         if not entry.rows:
             del self._entries[entry.arrival]
 
-    def _leave(self, entry: _PagedJob) -> None:
-        """Removes a job from the queues and ends its sequences."""
-        self._waiting.remove(entry)
-        if entry in self._prefilling:
-            self._prefilling.remove(entry)
-            self._release_prompt(entry)
+    def _leave(self, entry: PagedJob) -> None:
+        """Removes a job's prompts and its preempted sequences, and ends the others."""
+        for prompt in entry.prompts:
+            self._waiting.remove(prompt)
+            if prompt in self._prefilling:
+                self._prefilling.remove(prompt)
+                self._release_prompt(prompt)
+            if not prompt.is_of_job:
+                self._sequences.remove(np.array([prompt.slot]))
+        entry.prompts = []
         if entry.rows:
             own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
             self._sequences.of["ended"][own] = self._ended = True
 
-    def _release_prompt(self, entry: _PagedJob) -> None:
-        self._lease.release(np.concatenate([entry.pages, entry.own]), is_finite=entry.is_finite)
-        self._release_states(entry)
-        entry.pages = entry.own = entry.pages[:0]
-        entry.hidden = []
-        entry.done = 0
+    def _release_prompt(self, prompt: Prompt) -> None:
+        self._lease.release(np.concatenate([prompt.pages, prompt.own]), is_finite=prompt.entry.is_finite)
+        self._release_states(prompt)
+        prompt.pages = prompt.own = prompt.pages[:0]
+        prompt.hidden = []
+        prompt.done = 0
 
-    def _preempt_latest(self, error: Exception) -> None:
-        """Preempts a job after memory ran out, the latest of the scope with the most rows: it starts again once there
-        is room. A job that is alone fails if the pages are too few for it.
+    # --- preemption ---
+
+    def _make_room(self) -> None:
+        """Frees pages for the next tokens: those of ended rows, or those of the latest sequence or prompt. A job fails
+        whose sequence is alone, so that it has all pages."""
+        count = len(self._order)
+        self._compact_rows(now=True)
+        if len(self._order) < count:
+            return
+        if len(self._order) + len(self._prefilling) > 1:
+            self._preempt(*self._latest(1))
+            return
+        self._close(
+            self._entries[int(self._sequences.of["entry"][self._order[0]])], SampleResult([], error=self._no_room)
+        )
+        self._compact_rows(now=True)
+
+    def _preempt_half(self, error: Exception) -> None:
+        """Preempts the latest half of the batch, after the memory of the device, or of the system, ran out.
 
         Raises:
-            MemoryError: it is alone, and the system's memory was short; that may be over later.
+            MemoryError: one sequence or prompt is alone; there may be more memory later.
         """
-        of = self._sequences.of[self._order]
-        inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
-        inside = {number for number in inside if not self._entries[number].closed}
-        if not inside:
-            raise MemoryError(NO_ROOM)
-        if len(inside) == 1:
-            if not isinstance(error, _OutOfPages):
-                if self._interrupted:
-                    self._restart(inside)
-                raise MemoryError(NO_ROOM) from error
-            self._close(self._entries[inside.pop()], SampleResult([], error=NO_ROOM))
-            self._compact_rows(now=True)
-            return
-        # Jobs that were interrupted between their prompt and the first token start again, too.
-        between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
-        rows = self._rows_by_scope()
-        victim = max(inside, key=lambda number: (rows[self._entries[number].scope], number))
-        again = {victim} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
-        if self._interrupted:
-            again = inside
-        self._restart(again)
-        # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
-        self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
-
-    def _restart(self, numbers: set[int]) -> None:
-        """Jobs leave the batch, and wait for their turn again."""
-        for number in numbers:
-            self._leave(self._entries[number])
+        self._interrupted = self._state_lease is not None
         self._compact_rows(now=True)
-        for number in numbers:
-            entry = self._entries[number]
-            entry.samples = {}
-            entry.scores = PromptScores()
-            self._waiting.add(entry)
-            self._memory.counters["restarts"] += 1
+        count = len(self._order) + len(self._prefilling)
+        if count <= 1:
+            raise MemoryError(NO_MEMORY) from error
+        prompts, slots = self._latest(count // 2)
+        kept = self._rows_by_scope().total() - sum(prompt.count for prompt in prompts) - len(slots)
+        emitted = self._sequences.of["emitted"]
+        # Their logits are lost: they were interrupted between their last prompt token and the first draw.
+        prompts += [prompt for prompt in self._prefilling if prompt.is_computed and prompt not in prompts]
+        slots = np.union1d(slots, self._order[emitted[self._order] == 0])
+        if self._interrupted:
+            prompts, slots = list(self._prefilling), self._order
+        self._preempt(prompts, slots)
+        self._row_limit = max(1, kept)
+        self._interrupted = False
+
+    def _latest(self, count: int) -> tuple[list[Prompt], np.ndarray]:
+        """The `count` prompts and slots that give way first: each time the latest of the scope with the most rows."""
+        rows = self._rows_by_scope()
+        inside: dict[str, list[tuple[tuple[int, int], Prompt | int]]] = defaultdict(list)
+        for prompt in self._prefilling:
+            inside[prompt.scope].append((prompt.turn, prompt))
+        own = self._sequences.of[self._order]
+        for slot, number, sample in zip(
+            self._order.tolist(), own["entry"].tolist(), own["sample"].tolist(), strict=True
+        ):
+            inside[self._entries[number].scope].append(((number, sample), slot))
+        for members in inside.values():
+            members.sort(key=itemgetter(0))
+        prompts: list[Prompt] = []
+        slots: list[int] = []
+        for _ in range(count):
+            scope = max(
+                (scope for scope in inside if inside[scope]), key=lambda scope: (rows[scope], inside[scope][-1][0])
+            )
+            _, latest = inside[scope].pop()
+            if isinstance(latest, Prompt):
+                prompts.append(latest)
+                rows[scope] -= latest.count
+            else:
+                slots.append(latest)
+                rows[scope] -= 1
+        return prompts, np.array(slots, np.int64)
+
+    def _preempt(self, prompts: list[Prompt], slots: np.ndarray) -> None:
+        """Takes the pages of prompts and sequences, which wait for their turn again. Until a sequence ends there are no
+        more rows than now: they would be admitted and preempted again and again."""
+        for prompt in prompts:
+            self._prefilling.remove(prompt)
+            self._release_prompt(prompt)
+            self._waiting.add(prompt)
+        if len(slots):
+            self._release_rows(slots)
+            self._sequences.take_pages(slots)
+            self._set_order(self._order[~np.isin(self._order, slots)])
+            for slot in slots.tolist():
+                self._wait_for_pages(slot)
+        self._memory.counters["preemptions"] += len(prompts) + len(slots)
+        self._row_limit = max(1, self._rows_by_scope().total())
+
+    def _wait_for_pages(self, slot: int) -> None:
+        """A sequence without pages waits for its turn."""
+        own = self._sequences.of[slot]
+        entry = self._entries[int(own["entry"])]
+        tokens = np.concatenate([entry.job.prompt, self._sequences.tokens(slot)])
+        left = entry.job.max_tokens - int(own["emitted"])
+        self._wait(Prompt(entry, tokens, 1, left, slot, int(own["sample"])))
+
+    # --- rows ---
 
     def _compact_rows(self, *, now: bool = False) -> None:
         """Removes ended rows where that pays, or `now`."""
@@ -373,6 +425,18 @@ class Sampler:
     def _remove(self, slots: np.ndarray) -> None:
         """Frees ended sequences; their keys and values go to the prefix cache."""
         sequences = self._sequences
+        self._release_rows(slots)
+        for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
+            entry = self._entries.get(number)
+            if entry is not None and not entry.closed:
+                entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
+            elif entry is not None and not entry.rows:
+                del self._entries[number]
+        sequences.remove(slots)
+
+    def _release_rows(self, slots: np.ndarray) -> None:
+        """Releases the pages of sequences in the batch; the prefix cache may keep some."""
+        sequences = self._sequences
         for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
             entry = self._entries[number]
             own = sequences.pages_of(slot)
@@ -381,15 +445,10 @@ class Sampler:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 state = -1 if self._interrupted else int(sequences.of["state"][slot])
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own, state)
-            if not entry.closed:
-                entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
             entry.rows -= 1
-            if not entry.rows and entry.closed:
-                del self._entries[number]
             self._lease.release(np.append(own, sequences.fronts_of([slot])), is_finite=entry.is_finite)
             if self._state_lease is not None and sequences.of["state"][slot] >= 0:
                 self._state_lease.release(sequences.of["state"][[slot]])
-        sequences.remove(slots)
 
     def _set_order(self, slots: np.ndarray) -> None:
         """Sorts the batch's rows by lora, so that each lora has one run, and then by length."""
@@ -406,141 +465,169 @@ class Sampler:
     # --- forward ---
 
     def _prefill(self, budget: int) -> None:
-        """Computes up to `budget` prompt tokens, of each scope the earliest jobs first; complete prompts get rows in
-        the batch."""
+        """Computes up to `budget` prompt tokens, of each scope the earliest first; sequences go on from complete
+        prompts."""
         wanted: Counter[str] = Counter()
-        for entry in self._prefilling:
-            wanted[entry.scope] += max(len(entry.job.prompt) - entry.done, LEAST_PREFILL)
+        for prompt in self._prefilling:
+            wanted[prompt.scope] += max(len(prompt.tokens) - prompt.done, LEAST_PREFILL)
         shares = fair_shares(wanted, budget)
-        batch: list[tuple[_PagedJob, int]] = []
-        for entry in self._prefilling:
-            size = min(len(entry.job.prompt) - entry.done, shares[entry.scope])
+        batch: list[tuple[Prompt, int]] = []
+        for prompt in self._prefilling:
+            size = min(len(prompt.tokens) - prompt.done, shares[prompt.scope])
             if size > 0:
-                batch.append((entry, size))
-                shares[entry.scope] -= max(size, LEAST_PREFILL)
-        batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
+                batch.append((prompt, size))
+                shares[prompt.scope] -= max(size, LEAST_PREFILL)
+        batch.sort(key=lambda pair: id(pair[0].entry.lora))  # one run for each lora
         parts = [
             PromptPart(
-                entry.job.prompt[: entry.done + size],
-                entry.done,
-                entry.prompt_pages,
-                entry.lora,
-                self._part_states(entry, size),
+                prompt.tokens[: prompt.done + size],
+                prompt.done,
+                prompt.table,
+                prompt.entry.lora,
+                self._part_states(prompt, size),
             )
-            for entry, size in batch
+            for prompt, size in batch
         ]
         hidden = run_prompts(self._decoder, self._memory.kv_cache, parts, self._memory.states)
         finite = hidden.isfinite().all(1).cpu().numpy()
         end = 0
         complete = []
         last = []
-        for entry, size in batch:
+        for prompt, size in batch:
             end += size
-            entry.done += size
-            entry.is_finite &= bool(finite[end - size : end].all())
-            self._release_start(entry)
-            if asks(entry.job):
-                entry.hidden.append(hidden[end - size : end])
-            if entry.done == len(entry.job.prompt):
-                complete.append(entry)
+            prompt.done += size
+            prompt.entry.is_finite &= bool(finite[end - size : end].all())
+            self._release_start(prompt)
+            if prompt.is_of_job and asks(prompt.entry.job):
+                prompt.hidden.append(hidden[end - size : end])
+            if prompt.is_computed:
+                complete.append(prompt)
                 last.append(end - 1)
-        for (entry, _), part in zip(batch, parts, strict=True):
-            self._keep_states(entry, part)
+        for (prompt, _), part in zip(batch, parts, strict=True):
+            self._keep_states(prompt, part)
         self._memory.counters["prefilled"] += end
         if complete:
             self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
 
-    def _part_states(self, entry: _PagedJob, size: int) -> PartStates | None:
+    def _part_states(self, prompt: Prompt, size: int) -> PartStates | None:
         """Where the states of the next `size` tokens of a prompt lie, with slots for those that are worth keeping."""
         if self._state_lease is None:
             return None
         cuts = []
-        for length in entry.cuts:
-            if entry.done < length < entry.done + size and self._memory.prefix_cache.evict_states(1):
+        for length in prompt.cuts:
+            if prompt.done < length < prompt.done + size and self._memory.prefix_cache.evict_states(1):
                 taken = self._state_lease.take(1)
                 cuts += [] if taken is None else [(length, int(taken[0]))]
-        own = int(entry.states[0])
-        loaded = own if entry.done and entry.loaded < 0 else entry.loaded
+        own = int(prompt.states[0])
+        loaded = own if prompt.done and prompt.loaded < 0 else prompt.loaded
         return PartStates(loaded, own, cuts)
 
-    def _keep_states(self, entry: _PagedJob, part: PromptPart) -> None:
+    def _keep_states(self, prompt: Prompt, part: PromptPart) -> None:
         """Gives the states within a part that was computed to the prefix cache."""
         if self._state_lease is None or part.states is None:
             return
+        entry = prompt.entry
         for length, slot in part.states.cuts:
             if entry.is_finite:
-                known = entry.job.prompt[:length]
+                known = prompt.tokens[:length]
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, part.pages, slot)
             self._state_lease.release(np.array([slot]))
 
-    def _start(self, entries: list[_PagedJob], hidden: Tensor) -> None:
-        """Adds rows for jobs whose prompts are computed, and draws their first tokens from hidden [jobs, E]."""
-        logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
+    def _start(self, prompts: list[Prompt], hidden: Tensor) -> None:
+        """Adds rows for prompts that are computed, and draws their next tokens from hidden [prompts, E]."""
+        logits = self._decoder.logits(hidden, rows_of([prompt.entry.lora for prompt in prompts]))
         finite = logits.isfinite().all(1).cpu().numpy()
         started, rows = [], []
-        for index, entry in enumerate(entries):
+        for index, prompt in enumerate(prompts):
+            entry, job = prompt.entry, prompt.entry.job
+            if entry.closed:  # by another of its prompts
+                continue
             entry.is_finite &= bool(finite[index])
             if not entry.is_finite:  # not cached either: another prompt that begins alike would read the same numbers
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
-            self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_pages)
-            if asks(entry.job):
-                unknown = [part for part in entry.hidden if len(part)]
-                front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
-                entry.scores = score_prompt(self._decoder, entry.job, torch.cat([front, *unknown]), entry.lora)
+            self._memory.prefix_cache.insert(entry.lora, entry.scope, job.prompt, prompt.table)
+            if prompt.is_of_job and asks(job):
+                unknown = [part for part in prompt.hidden if len(part)]
+                front = hidden.new_zeros(len(job.prompt) - sum(map(len, unknown)), hidden.shape[1])
+                entry.scores = score_prompt(self._decoder, job, torch.cat([front, *unknown]), entry.lora)
             if not entry.count:
                 self._close(entry, SampleResult([], reused=entry.reused or 0, **vars(entry.scores)))
                 continue
-            started.append(self._open_rows(entry))
-            rows += [index] * entry.count
+            started.append(self._open_rows(prompt))
+            rows += [index] * prompt.count
         if started:
             slots = np.concatenate(started)
             self._set_order(np.concatenate([self._order, slots]))
             self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
-    def _open_rows(self, entry: _PagedJob) -> np.ndarray:
-        """Slots for a job's samples. They share the prompt's whole pages; its rest is copied for each."""
-        count, own = entry.count, entry.own
-        self._prefilling.remove(entry)
-        self._lease.hold(np.tile(entry.pages, count - 1))
-        if entry.job.max_tokens > 1:
-            self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % PAGE_POSITIONS)
-            table = np.column_stack([np.tile(entry.pages, (count, 1)), own])
+    def _open_rows(self, prompt: Prompt) -> np.ndarray:
+        """Slots for the sequences of a prompt. They share its whole pages; the rest of it is copied for each."""
+        entry, count, own = prompt.entry, prompt.count, prompt.own
+        self._prefilling.remove(prompt)
+        entry.prompts.remove(prompt)
+        self._lease.hold(np.tile(prompt.pages, count - 1))
+        if prompt.left > 1:
+            self._memory.kv_cache.copy(int(own[0]), own[1:], len(prompt.tokens) % PAGE_POSITIONS)
+            table = np.column_stack([np.tile(prompt.pages, (count, 1)), own])
         else:  # the only token is drawn from the prompt's logits and never run, so nothing is written
             self._lease.release(own)
-            table = np.tile(entry.pages, (count, 1))
+            table = np.tile(prompt.pages, (count, 1))
         states = None
-        if self._memory.states is not None and entry.job.max_tokens > 1:
-            self._memory.states.copy(int(entry.states[0]), entry.states[1:])
-            states, entry.states = entry.states, entry.states[:0]
-        self._release_states(entry)
-        entry.rows = entry.left = count
-        entry.pages = entry.own = entry.pages[:0]
-        entry.hidden = []
-        entry.done = 0
-        slots = self._sequences.add(entry.arrival, entry.job, table, states)
+        if self._memory.states is not None and prompt.left > 1:
+            self._memory.states.copy(int(prompt.states[0]), prompt.states[1:])
+            states, prompt.states = prompt.states, prompt.states[:0]
+        self._release_states(prompt)
+        later = prompt.states[:0]
+        if prompt.is_of_job:
+            entry.left = entry.count
+            slots = self._sequences.add(entry.arrival, entry.job)
+            slots, later = slots[:count], slots[count:]
+        else:
+            slots = np.array([prompt.slot])
+        entry.rows += count
+        self._sequences.give_pages(slots, table, states)
         self._lease.hold(self._sequences.fronts_of(slots))
+        for slot in later.tolist():
+            self._wait_for_pages(slot)
         return slots
 
     def _decode(self) -> None:
         """Decodes one token in every row."""
-        sequences, slots = self._sequences, self._order
-        own = sequences.of[slots]
-        positions = own["prompt"] + own["emitted"] - 1
-        if self._step is None or not self._step.fits(positions):
-            missing = slots[positions // PAGE_POSITIONS >= own["pages"]]
-            if len(missing):
-                taken = self._lease.take(len(missing)) if self._memory.prefix_cache.evict_pages(len(missing)) else None
-                if taken is None:
-                    raise _OutOfPages(NO_ROOM)
-                sequences.extend(missing, taken)
+        sequences = self._sequences
+        if self._step is None or not self._step.fits(self._positions()):
+            self._extend_rows()
+            slots = self._order
+            if not len(slots):
+                return
+            own = sequences.of[slots]
             table, fronts = sequences.pages[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
             states = np.where(own["ended"], -1, own["state"])
             self._step = self._memory.steps.open(
-                table, fronts, positions, self._loras, earlier=self._step, states=states
+                table, fronts, self._positions(), self._loras, earlier=self._step, states=states
             )
-        self._collect(slots, self._step.run(own["last"].copy(), positions))
+        slots = self._order
+        self._collect(slots, self._step.run(sequences.of["last"][slots], self._positions()))
+
+    def _positions(self) -> np.ndarray:
+        """The position of each row's last token, which is run next."""
+        own = self._sequences.of[self._order]
+        found: np.ndarray = own["prompt"] + own["emitted"] - 1
+        return found
+
+    def _extend_rows(self) -> None:
+        """Gives each row the page of its next position."""
+        while True:
+            missing = self._order[self._positions() // PAGE_POSITIONS >= self._sequences.of["pages"][self._order]]
+            if not len(missing):
+                return
+            if self._memory.prefix_cache.evict_pages(len(missing)):
+                taken = self._lease.take(len(missing))
+                if taken is not None:
+                    self._sequences.extend(missing, taken)
+                    return
+            self._make_room()
 
     # --- collect ---
 
@@ -563,6 +650,7 @@ class Sampler:
             stream_tokens(self._listening, own, drawn.tokens, drawn.logprobs)
         if ended.any():
             self._ended = True
+            self._row_limit = MAX_ROWS
             if self._step is not None:
                 self._step.freeze(rows[ended])
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
@@ -571,7 +659,7 @@ class Sampler:
                 if not self._entries[number].left and not self._entries[number].closed:
                     self._finish(self._entries[number])
 
-    def _finish(self, entry: _PagedJob) -> None:
+    def _finish(self, entry: PagedJob) -> None:
         """Records the result of a job whose sequences have all ended."""
         sequences = self._sequences
         for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():

@@ -68,13 +68,10 @@ class Sequences:
         self.rules = LogitRuleTable()
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    def add(self, entry: int, job: SampleJob, pages: np.ndarray, states: np.ndarray | None = None) -> np.ndarray:
-        """Adds all samples of a job, with pages [samples, C] and the slots of their `states` [samples], if they have
-        any; returns their slots in the table."""
+    def add(self, entry: int, job: SampleJob) -> np.ndarray:
+        """Adds all samples of a job, without pages; returns their slots in the table."""
         count = job.num_samples
         slots = self._take(count)
-        self.pages = _wide(self.pages, pages.shape[1])
-        self.pages[slots, : pages.shape[1]] = pages
         own: np.ndarray = np.zeros(count, _COLUMNS)
         own["entry"] = entry
         own["sample"] = np.arange(count)
@@ -85,11 +82,7 @@ class Sequences:
         own["top_k"] = job.top_k
         own["top_p"] = job.top_p
         own["width"] = job.topk_sample_logprobs
-        own["pages"] = pages.shape[1]
-        own["front"] = -1
-        own["state"] = -1 if states is None else states
-        if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
-            own["front"] = pages[0, 0] if len(job.prompt) >= BLOCK else pages[:, 0]
+        own["front"] = own["state"] = -1
         own["processed"] = job.logprobs_mode == "processed"
         own["both"] = job.logprobs_mode == "both"
         own["ruled"] = job.rules is not None
@@ -97,6 +90,25 @@ class Sequences:
         self._stops.add(slots, job.stop, min_tokens=0 if job.rules is None else job.rules.min_tokens)
         self.rules.add(slots, job)
         return slots
+
+    def give_pages(self, slots: np.ndarray, pages: np.ndarray, states: np.ndarray | None = None) -> None:
+        """Gives `slots` [R], samples of one job, their pages [R, C], and the slots of their `states` [R], if they have
+        any."""
+        self.pages = _wide(self.pages, pages.shape[1])
+        self.pages[slots, : pages.shape[1]] = pages
+        own = self.of[slots]
+        own["pages"] = pages.shape[1]
+        own["state"] = -1 if states is None else states
+        if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
+            own["front"] = np.where(own["prompt"] >= BLOCK, pages[0, 0], pages[:, 0])
+        self.of[slots] = own
+
+    def take_pages(self, slots: np.ndarray) -> None:
+        """Takes pages and states from `slots`, which keep all else."""
+        own = self.of[slots]
+        own["pages"] = 0
+        own["front"] = own["state"] = -1
+        self.of[slots] = own
 
     def extend(self, slots: np.ndarray, pages: np.ndarray) -> None:
         """Adds one page to each of `slots`, both [R]."""

@@ -204,10 +204,12 @@ class _EngineState(Collector):
             for source, name in (("computed", "prefilled"), ("reused", "reused")):
                 prompts.add_metric((source,), counts.get(name, 0))
             yield prompts
-            steps, restarts = (counts.get(name, 0) for name in ("steps", "restarts"))
+            steps, preemptions = (counts.get(name, 0) for name in ("steps", "preemptions"))
             yield CounterMetricFamily("mint_sampling_steps", "Steps of the batches that are sampled.", value=steps)
             yield CounterMetricFamily(
-                "mint_sampling_restarts", "Jobs that were preempted and began again.", value=restarts
+                "mint_sampling_preemptions",
+                "How often a sequence gave its memory back, to be computed again later.",
+                value=preemptions,
             )
         if self._pages is not None:
             pages = GaugeMetricFamily("mint_kv_pages", "Pages of keys and values.", labels=("state",))
