@@ -25,6 +25,7 @@ from mint.rl import (
     RunResult,
     ToolEnv,
     UnsupportedError,
+    mixture,
     run_grpo,
     tool,
 )
@@ -368,3 +369,23 @@ def test_the_cost_that_graders_report_is_added_up(tmp_path: Path) -> None:
     config = DEMO.changed(steps=1, batch_size=2, group_size=4, heldout_size=0, run_dir=tmp_path)
     result = run_grpo(Costly([0.0]), config)
     assert logged(result, "metrics.jsonl")[0]["grader/cost"] == 2.0
+
+
+def test_each_of_several_graders_has_its_own_time_and_cost_in_the_log(tmp_path: Path) -> None:
+    class Costly(Jitter):
+        async def compute_reward(self, response: str, item: str) -> Reward:  # type: ignore[override]
+            length = len(response) / 100
+            return Reward(length, info={"cost": 0.25}, grader_seconds={"format": 0.5, "judge": 2.0})
+
+    class Free(Jitter):
+        async def compute_reward(self, response: str, item: str) -> float:
+            await asyncio.sleep(0.05)
+            return len(response) / 100
+
+    config = DEMO.changed(steps=1, batch_size=2, group_size=4, heldout_size=0, run_dir=tmp_path)
+    result = run_grpo(mixture({"costly": Costly([0.0]), "free": Free([0.0])}), config)
+    row = json.loads((result.run_dir / "metrics.jsonl").read_text())
+    assert (row["time/grader/format_mean_s"], row["time/grader/judge_mean_s"]) == (0.5, 2.0)
+    assert row["time/category/free/grader_mean_s"] >= 0.05
+    assert row["category/costly/grader_cost"] == row["grader/cost"] == 1.0
+    assert "category/free/grader_cost" not in row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ def test_the_parts_are_the_weighted_answers_and_add_up() -> None:
     reward = Rubric({"word": (0.7, has_word), "short": (0.3, short)})("a fox there", "fox")
     assert reward.value == pytest.approx(0.7)
     assert reward.parts == {"word": 0.7, "short": 0.0}
+
+
+def test_each_part_has_its_own_time() -> None:
+    def slow(response: str, item: Any) -> bool:
+        time.sleep(0.02)
+        return True
+
+    reward = with_penalties(Rubric({"quick": (0.5, short), "slow": (0.5, slow)}), {"long": verbosity(100)})("hi", None)
+    assert list(reward.grader_seconds) == ["quick", "slow"]
+    assert reward.grader_seconds["slow"] >= 0.02
 
 
 def test_all_parts_together_give_exactly_one() -> None:

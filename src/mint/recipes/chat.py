@@ -105,7 +105,7 @@ class ChatAdapter(RLAdapter):
         rest = 1 - self.judge_share
         parts = {name: rest * part for name, part in rubric.parts.items()}
         parts["judge"] = self.judge_share * verdict.value
-        mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value})
+        mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value}, rubric.grader_seconds)
         return penalized(mixed, response, item, self.penalties)
 
     def _shuffled(self, asked: list[ChatQuestion]) -> list[ChatQuestion]:

@@ -21,12 +21,14 @@ class Reward:
     """A reward with its parts.
 
     `parts` are contributions by name and add up to `value` (a penalty is a negative part); `info` holds facts about
-    the grading (which engine, what failed) and is logged with the rollout.
+    the grading (which engine, what failed) and is logged with the rollout. `grader_seconds` is the time that each of
+    several graders took, by name: their means of a step are in its metrics.
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    grader_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         total = sum(self.parts.values())

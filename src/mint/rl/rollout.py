@@ -40,7 +40,7 @@ class Rollout:
     dict per message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts
     the optimizer steps behind the weights that sampled its first token. `turn_rewards` are those of an episode's turns,
     which add up to the reward. `grader_s` is the time of the call that graded it (in an episode, of all calls of its
-    environment), after `grader_retries` failures.
+    environment), after `grader_retries` failures, and `grader_seconds` that of each grader by name.
     """
 
     turns: list[Turn] = field(repr=False)
@@ -59,6 +59,7 @@ class Rollout:
     turn_rewards: Sequence[float] = ()
     grader_s: float = 0.0
     grader_retries: int = 0
+    grader_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:

@@ -132,4 +132,5 @@ def _rollout(prompt: list[int], sequence: SampledSequence, text: str, grade: Gra
         policy_step=turn.policy_steps[0] if turn.policy_steps else policy_step,
         grader_s=grade.seconds,
         grader_retries=grade.retries,
+        grader_seconds=grade.seconds_of,
     )

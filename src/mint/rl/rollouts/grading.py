@@ -29,7 +29,7 @@ class RewardError(MintError):
 @dataclass(frozen=True)
 class Grade:
     """A reward with its parts, or None and the reason. `seconds` is the time of the call that gave it, which may have
-    graded others, too; `retries` counts the failures before it."""
+    graded others, too, and `seconds_of` those of its graders by name; `retries` counts the failures before it."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -39,6 +39,7 @@ class Grade:
     timed_out: bool = False
     seconds: float = 0.0
     retries: int = 0
+    seconds_of: Mapping[str, float] = field(default_factory=dict)
 
 
 def checked_reward(task: Task, returned: Any) -> Reward:
@@ -62,7 +63,7 @@ def checked_reward(task: Task, returned: Any) -> Reward:
             value=value,
             remedy="Correct the grader, or declare the range that it keeps",
         )
-    return Reward(float(value)) if reward is None else Reward(float(value), reward.parts, reward.info)
+    return Reward(float(value)) if reward is None else replace(reward, value=float(value))
 
 
 def _is_finite(value: object) -> bool:
@@ -157,7 +158,14 @@ def _grade(adapter: RLAdapter, result: CallResult) -> Grade:
         reward = checked_reward(adapter, result.value)
     except MintError as error:
         return Grade(None, error=str(error), seconds=result.seconds, retries=result.attempts - 1)
-    return Grade(reward.value, reward.parts, reward.info, seconds=result.seconds, retries=result.attempts - 1)
+    return Grade(
+        reward.value,
+        reward.parts,
+        reward.info,
+        seconds=result.seconds,
+        retries=result.attempts - 1,
+        seconds_of=reward.grader_seconds,
+    )
 
 
 def _failed(result: CallResult) -> Grade:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from mint.errors import InvalidRequestError, MintError
@@ -76,7 +77,7 @@ def penalized(
     if total < low:
         parts[CLIPPED] = low - total
         total = low
-    return Reward(total, parts, earned.info)
+    return replace(earned, value=total, parts=parts)
 
 
 def with_penalties(

@@ -6,6 +6,7 @@ Each function takes `(response, item)` and returns how far its part holds, from 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,14 +53,19 @@ class Rubric:
             )
 
     def __call__(self, response: str, item: Any) -> Reward:
-        """The reward of one response.
+        """The reward of one response, with the time of each part.
 
         Raises:
             RubricError: a part failed; the message names it.
             UnsupportedError: a part cannot judge this response on this machine.
         """
-        parts = {name: weight * self._share(name, response, item) for name, (weight, _) in self.parts.items()}
-        return Reward(round(math.fsum(parts.values()), DECIMALS), parts)
+        parts: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        for name, (weight, _) in self.parts.items():
+            began = time.perf_counter()
+            parts[name] = weight * self._share(name, response, item)
+            seconds[name] = time.perf_counter() - began
+        return Reward(round(math.fsum(parts.values()), DECIMALS), parts, grader_seconds=seconds)
 
     def _share(self, name: str, response: str, item: Any) -> float:
         try:

@@ -100,7 +100,7 @@ def _group_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
 
 
 def _category_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
-    """Reward, success and groups with a signal of the items of each `Task.category`."""
+    """Reward, success, groups with a signal, and the grader's time and cost, of the items of each `Task.category`."""
     by_name: dict[str, list[Group]] = {}
     for group in batch.all_groups:
         name = task.category(group.item)
@@ -114,6 +114,13 @@ def _category_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
         if rewards:
             found[f"category/{name}/reward"] = float(np.mean(rewards))
             found[f"category/{name}/success"] = float(np.mean([task.is_success(reward) for reward in rewards]))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        found[f"time/category/{name}/grader_mean_s"] = float(
+            np.mean([rollout.grader_s for rollout in rollouts] or [0.0])
+        )
+        costs = _costs(rollouts)
+        if costs:
+            found[f"category/{name}/grader_cost"] = sum(costs)
     return found
 
 
@@ -150,14 +157,17 @@ def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _grader_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The time and cost of grading. A grader reports its cost as `cost` in the `info` of a reward."""
+    """The time and cost of grading, in all and by the names of graders."""
     seconds = [rollout.grader_s for rollout in rollouts] or [0.0]
     found = {
         "grader/retries": float(sum(rollout.grader_retries for rollout in rollouts)),
         "time/grader_mean_s": float(np.mean(seconds)),
         "time/grader_max_s": float(max(seconds)),
     }
-    costs = [float(rollout.info["cost"]) for rollout in rollouts if isinstance(rollout.info.get("cost"), int | float)]
+    for name in sorted({name for rollout in rollouts for name in rollout.grader_seconds}):
+        own = [rollout.grader_seconds[name] for rollout in rollouts if name in rollout.grader_seconds]
+        found[f"time/grader/{name}_mean_s"] = float(np.mean(own))
+    costs = _costs(rollouts)
     if costs:
         found["grader/cost"] = sum(costs)
     times = [group.times for group in batch.all_groups if group.times is not None]
@@ -168,6 +178,11 @@ def _grader_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[st
         found["time/sampling_s"] = sampled - min(one.sampling[0] for one in times)
         found["time/grading_after_sampling_s"] = max(0.0, max(graded, default=sampled) - sampled)
     return found
+
+
+def _costs(rollouts: Sequence[Rollout]) -> list[float]:
+    """What graders report as `cost` in the `info` of a reward."""
+    return [float(rollout.info["cost"]) for rollout in rollouts if isinstance(rollout.info.get("cost"), int | float)]
 
 
 def timeline_rows(batch: RolloutBatch) -> list[dict[str, Any]]:
