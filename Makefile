@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check format bench docs map lock pretrain clean
+.PHONY: help setup demo test test-fast test-slow check format bench docs map lock release pretrain clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -71,6 +71,10 @@ lock: $(BIN)/python  ## pin what a deployment installs, with hashes, into constr
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 		--constraint constraints/cpu.txt --extra local --extra structured --extra tasks --extra trackers \
 		--custom-compile-command "make lock" --output-file constraints/deployment.txt
+
+release: $(BIN)/python  ## build and check sdist, wheel, SBOM and notes in dist/; uploads nothing (REPOSITORY_URL=https://…)
+	$(PIP) -c $(CONSTRAINTS) 'build>=1.3,<2' 'cyclonedx-bom>=7.2,<8' 'twine>=6.2,<8'
+	REPOSITORY_URL=$(REPOSITORY_URL) $(BIN)/python scripts/release.py
 
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
 	$(BIN)/python -m scripts.tiny.pretrain --tokens 17000000 --seed 0 --output src/mint/models/tiny
