@@ -44,7 +44,7 @@ class _Stuck(MathAdapter):
 def train(home: Path, name: str, adapter: Any, config: RLConfig, **settings: Any) -> Path:
     """A short run, into the home's `runs`."""
     folder = home / "runs" / name
-    run_grpo(adapter, config.changed(**SMALL, **settings, run_dir=folder))
+    run_grpo(adapter, config.changed(**(SMALL | settings), run_dir=folder))
     return folder
 
 

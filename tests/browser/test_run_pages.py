@@ -169,6 +169,34 @@ def test_the_crosshair_says_the_numbers_of_its_step_and_leads_to_its_rollouts(ta
     tab.settled()
 
 
+def test_charts_in_which_nothing_changes_are_one_line_of_text(tab: Tab, home: Path) -> None:
+    steps = lines(home / "runs" / "tools", "metrics.jsonl")
+    assert {row["train/kl_k1"] for row in steps} == {0.0} and len({row["reward/mean"] for row in steps}) > 1
+    page = tab.open(path_of("tools"))
+    card, folded = page.locator("[data-chart=kl]"), page.locator("#constants [data-folded=kl]")
+    assert card.is_hidden() and folded.inner_text() == "KL to the sampling policy k1 0, k2 0, k3 0"
+    assert page.locator("#constants [data-folded=reward]").count() == 0
+    folded.click()
+    assert card.is_visible() and folded.count() == 0
+
+
+def test_the_crosshair_names_the_step_of_the_reading_that_it_shows(tab: Tab, home: Path) -> None:
+    readings = {row["step"]: row["mean"] for row in sampled_evaluations(home / "runs" / "tools")}
+    page = tab.open(path_of("tools"))
+    plot = page.locator("[data-chart=reward] .chart-plot")
+    wait_until(lambda: "latest" in plot.get_attribute("aria-label"))
+    page.locator("[data-chart=heldout]").scroll_into_view_if_needed()
+    wait_until(lambda: page.locator("[data-chart=heldout] .key b").count())
+    plot.focus()
+    page.keyboard.press("Home")
+    for _ in range(6):
+        step = int(re.findall(r"step (\d+):", plot.get_attribute("aria-label"))[0])
+        value, _, own = texts(page, "[data-chart=heldout] .key b")[0].partition(" at step ")
+        assert abs(int(own) - step) == min(abs(reading - step) for reading in readings), step
+        assert number(value) == pytest.approx(readings[int(own)], abs=6e-4), step
+        page.keyboard.press("ArrowRight")
+
+
 def test_axis_smoothing_zoom_and_metrics_come_back_with_the_address(tab: Tab) -> None:
     page = tab.open(path_of("tools"))
     page.keyboard.press("a")
@@ -216,6 +244,8 @@ def test_several_runs_stand_in_the_same_table_and_charts(tab: Tab, home: Path) -
 def chart_table(page: Any, chart: str) -> dict[int, dict[str, str]]:
     """What a chart shows, by step and label; nothing where there is no such chart."""
     card = page.locator(f"[data-chart={chart}]")
+    if page.locator(f"[data-folded={chart}]").count():
+        page.locator(f"[data-folded={chart}]").click()
     if not card.count() or card.is_hidden():
         return {}
     card.scroll_into_view_if_needed()

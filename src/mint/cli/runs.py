@@ -111,7 +111,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
     facts: dict[str, Any] = {
         "run": summary.name,
         "folder": summary.folder,
-        "state": summary.state if summary.error is None else f"{summary.state}: {summary.error}",
+        "state": f"{state_name(asdict(summary))}: {summary.notice}" if summary.notice else summary.state,
         "task": summary.task,
         "base model": summary.base_model,
         "steps": f"{summary.step} of {summary.steps}",
@@ -137,13 +137,28 @@ def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     return [asdict(RunReader(folder).summary()) for folder in list(newest_folders(data_dir).values())[:limit]]
 
 
+def state_name(run: Mapping[str, Any]) -> str:
+    """The state of a run in a word: `stale` for one that runs and has been silent for long."""
+    return "stale" if run["is_stale"] else run["state"]
+
+
 def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
     """A run as a row of a table with `RUN_COLUMNS`; the newest has number 1."""
     heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"
-    return (str(number), run["name"], run["state"], run["task"], steps, _number(run["reward"]), heldout, findings, at)
+    return (
+        str(number),
+        run["name"],
+        state_name(run),
+        run["task"],
+        steps,
+        _number(run["reward"]),
+        heldout,
+        findings,
+        at,
+    )
 
 
 def _select(

@@ -23,6 +23,11 @@ State = Literal["running", "finished", "stopped", "failed", "died"]
 PROCESS = "process.json"
 SILENT_S = 600.0
 """A run on another machine that has written nothing for this long counts as died."""
+STALE_S = 300.0
+STALE_STEPS = 10
+"""A run whose process lives is stale if it has written nothing for `STALE_S`, and for as long as `STALE_STEPS` of its
+slowest recent step took."""
+
 CLOCK_SLACK_S = 5.0
 LONGEST_ERROR = 2_000
 
@@ -89,6 +94,30 @@ def run_state(process: RunProcess | None, *, is_complete: bool, updated_at: floa
     if process.host == socket.gethostname():
         return "running" if lives(process.pid, process.began_at) else "died"
     return "running" if now - updated_at < SILENT_S else "died"
+
+
+def is_stale(state: State, *, silent_s: float, slowest_step_s: float) -> bool:
+    """Whether a running run has been silent for suspiciously long. `slowest_step_s` is 0 before the first step."""
+    return state == "running" and silent_s > max(STALE_S, STALE_STEPS * slowest_step_s)
+
+
+def state_notice(state: State, *, step: int, error: str | None, stale_for_s: float | None) -> str:
+    """One sentence about a run that needs attention or has no step yet; empty for one that goes well or has finished.
+
+    `stale_for_s` is how long a stale run has been silent, None for others.
+    """
+    place = f"after step {step}" if step else "before its first step"
+    if stale_for_s is not None:
+        minutes = int(stale_for_s // 60)
+        return f"Its process lives, but has written nothing for {minutes} minutes. It may hang."
+    if state == "running":
+        return "" if step else "The first step is not done yet."
+    if state == "died":
+        return f"Its process ended {place} without a word: it was killed, or the machine stopped."
+    if state in ("failed", "stopped"):
+        because = f": {error}" if error and not (state == "stopped" and error == "interrupted") else "."
+        return f"It {'failed' if state == 'failed' else 'was stopped'} {place}{because}"
+    return "" if step else "It finished without a step."
 
 
 def lives(pid: int, began_at: float) -> bool:

@@ -25,7 +25,7 @@ from mint.errors import NotFoundError
 from mint.runs.json_lines import Tail, decode_lines
 from mint.runs.log import EFFECTIVE
 from mint.runs.metric_columns import MetricColumns
-from mint.runs.process import PROCESS, RunProcess, State, read_process, run_state
+from mint.runs.process import PROCESS, RunProcess, State, is_stale, read_process, run_state, state_notice
 from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
 from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row
 from mint.runs.rollout_query import SORTS, RolloutPage, RolloutQuery, TextSearch, select
@@ -62,7 +62,8 @@ class RunSummary:
 
     `step` is the last finished one of `steps`; `reward` and `success` are those of that step, `best_reward` is that of
     the best step. `heldout` is the latest held-out evaluation, at temperature 1 if there is one. `tokens_per_s` counts
-    sampled tokens over the time of the last ten steps, including training. Times are unix seconds.
+    sampled tokens over the time of the last ten steps, including training. Times are unix seconds. `is_stale`: it runs,
+    but has been silent for long. `notice` is one sentence about a state that needs attention, mostly empty.
     """
 
     name: str
@@ -81,6 +82,8 @@ class RunSummary:
     began_at: float
     updated_at: float
     error: str | None
+    is_stale: bool = False
+    notice: str = ""
 
 
 def _task_of(config: Mapping[str, Any]) -> str:
@@ -151,14 +154,20 @@ class RunReader:
         with self._current():
             metrics = self._refreshed_metrics()
             last = metrics.row(-1) if len(metrics) else {}
+            state = self._state(last)
+            updated_at = self._updated_at()
+            silent_s = time.time() - updated_at
+            stale = is_stale(state, silent_s=silent_s, slowest_step_s=self._slowest_step_s())
+            step = int(last.get("step", 0))
+            error = self._process.error if self._process else None
             severities = [finding.get("severity", "info") for finding in self._log("findings.jsonl")]
             return RunSummary(
                 name=self.folder.name,
                 folder=str(self.folder),
-                state=self._state(last),
+                state=state,
                 task=_task_of(self.config),
                 base_model=str(self.config.get("base_model", "")),
-                step=int(last.get("step", 0)),
+                step=step,
                 steps=int(self.config.get("steps") or 0),
                 reward=_finite(last.get("reward/mean")),
                 best_reward=self._best_reward(),
@@ -167,8 +176,10 @@ class RunReader:
                 tokens_per_s=self._tokens_per_s(),
                 findings={severity: severities.count(severity) for severity in ("error", "warning", "info")},
                 began_at=self._began_at(),
-                updated_at=self._updated_at(),
-                error=self._process.error if self._process else None,
+                updated_at=updated_at,
+                error=error,
+                is_stale=stale,
+                notice=state_notice(state, step=step, error=error, stale_for_s=silent_s if stale else None),
             )
 
     def _state_of_process(self) -> State | None:
@@ -195,9 +206,18 @@ class RunReader:
         ]
         return max(graded, default=None)
 
-    def _tokens_per_s(self) -> float | None:
+    def _recent_steps(self) -> list[dict[str, Any]]:
         count = len(self._metrics)
-        rows = [self._metrics.row(place) for place in range(max(0, count - RECENT_STEPS), count)]
+        return [self._metrics.row(place) for place in range(max(0, count - RECENT_STEPS), count)]
+
+    def _slowest_step_s(self) -> float:
+        took = (
+            sum(row.get(name) or 0.0 for name in ("time/rollouts_s", "time/train_s")) for row in self._recent_steps()
+        )
+        return max(took, default=0.0)
+
+    def _tokens_per_s(self) -> float | None:
+        rows = self._recent_steps()
         seconds = sum(row.get("time/rollouts_s", 0.0) + row.get("time/train_s", 0.0) for row in rows)
         tokens = sum(row.get("rollouts/tokens", 0.0) for row in rows)
         return tokens / seconds if seconds > 0 else None

@@ -10,12 +10,13 @@ export function withEdges(lines) {
   return lines.map((line, i) => ({ ...line, under: Math.min(2, lines.slice(i + 1).filter((other) => isSame(line, other)).length) }));
 }
 
-/** Held-out evaluations as a line; of two at one step, the later one. */
+/** Held-out evaluations as readings; of two at one step, the later one. */
 export function placed(run, evaluations, axis) {
   const byStep = new Map(evaluations.map((evaluation) => [evaluation.step, evaluation]));
   const sorted = [...byStep.values()].sort((a, b) => a.step - b.step);
   return {
     x: sorted.map(({ step }) => run.placeOf(step, axis)),
+    steps: sorted.map(({ step }) => step),
     y: sorted.map(({ mean }) => mean),
     low: sorted.map(({ low }) => low),
     high: sorted.map(({ high }) => high),

@@ -6,6 +6,8 @@ import { colorOf } from "./common.js";
 /** @typedef {import("./charts.js").Line} Line @typedef {ReturnType<typeof readColors>} Colors */
 
 const FEW_READINGS = 60;
+/** Readings at the same step stand beside each other, this far apart. */
+const BESIDE_PX = 6;
 /** One dash pattern per compared run, so that runs differ by more than colour. */
 export const DASHES = [[], [7, 3], [2, 2.5], [10, 3, 2, 3], [4, 4], [14, 3], [1.5, 4], [7, 2, 1.5, 2, 1.5, 2]];
 export const COLORS = DASHES.length;
@@ -34,31 +36,40 @@ export function swatch(color, dash) {
   return picture;
 }
 
-/** The axes of a chart, as uPlot takes them. @param {Colors} colors @param {{isTime: boolean, unit?: string, usesRight: boolean}} chart */
-export function axesOf(colors, { isTime, unit, usesRight }) {
-  const axis = { stroke: colors.muted, font: "10px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: colors.grid, width: 1 } };
+/** The axes of a chart, as uPlot takes them. @param {Colors} colors @param {{isTime: boolean, unit?: string, usesRight: boolean, y: string, right?: string}} chart
+ * `y` and `right` are the titles of the axes */
+export function axesOf(colors, { isTime, unit, usesRight, y, right }) {
+  const axis = { stroke: colors.muted, font: "10px system-ui, sans-serif", labelFont: "10px system-ui, sans-serif", labelSize: 14, labelGap: 0, ticks: { show: false },
+    grid: { stroke: colors.grid, width: 1 } };
   const upright = { ...axis, size: 42, gap: 4, space: 26 };
   return [
-    { ...axis, size: 20, gap: 3, space: 55, incrs: isTime ? TIME_TICKS_S : STEP_TICKS, values: (_plot, ticks) => ticks.map((tick) => (isTime ? shortTime(tick) : tick)) },
-    { ...upright, values: (_plot, ticks) => ticks.map((tick) => tickText(tick, unit)) },
-    { ...upright, scale: "right", side: 1, show: usesRight, grid: { show: false }, values: (_plot, ticks) => ticks.map((tick) => tickText(tick)) },
+    { ...axis, label: isTime ? "time since the start" : "step", size: 20, gap: 3, space: 55, incrs: isTime ? TIME_TICKS_S : STEP_TICKS, values: (_plot, ticks) => ticks.map((tick) => (isTime ? shortTime(tick) : tick)) },
+    { ...upright, label: y || null, values: (_plot, ticks) => ticks.map((tick) => tickText(tick, unit)) },
+    { ...upright, label: right ?? null, scale: "right", side: 1, show: usesRight, grid: { show: false }, values: (_plot, ticks) => ticks.map((tick) => tickText(tick)) },
   ];
 }
 
-/** The interval of each evaluation; of very many, the band beside the line is enough. @param {any} plot @param {Line[]} lines @param {Colors} colors */
-export function drawWhiskers(plot, lines, colors) {
+/**
+ * Evaluations as points with whiskers for their intervals. Of very many, the whiskers are thin and have no caps.
+ * @param {any} plot @param {Line[]} lines @param {Colors} colors
+ */
+export function drawReadings(plot, lines, colors) {
   const { ctx, bbox } = plot;
-  const cap = 3.5 * devicePixelRatio;
+  const px = devicePixelRatio;
   ctx.save();
   ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.rect(bbox.left - 4 * px, bbox.top - 4 * px, bbox.width + 8 * px, bbox.height + 8 * px);
   ctx.clip();
-  ctx.lineWidth = 1.3 * devicePixelRatio;
-  for (const { x, low = [], high = [], color } of lines.filter((line) => line.x.length <= FEW_READINGS)) {
-    ctx.strokeStyle = colors.lines[color];
+  lines.forEach(({ x, y, low = [], high = [], color }, place) => {
+    const isFew = x.length <= FEW_READINGS;
+    const beside = isFew ? (place - (lines.length - 1) / 2) * BESIDE_PX * px : 0;
+    const cap = isFew ? 3 * px : 0;
+    ctx.strokeStyle = ctx.fillStyle = colors.lines[color];
+    ctx.lineWidth = (isFew ? 1.3 : 0.6) * px;
+    ctx.globalAlpha = isFew ? 1 : 0.35;
+    const lefts = x.map((at) => plot.valToPos(at, "x", true) + beside);
     ctx.beginPath();
-    x.forEach((place, i) => {
-      const left = plot.valToPos(place, "x", true);
+    lefts.forEach((left, i) => {
       const ends = [low[i], high[i]].map((value) => plot.valToPos(value, "y", true));
       ctx.moveTo(left, ends[0]);
       ctx.lineTo(left, ends[1]);
@@ -68,7 +79,13 @@ export function drawWhiskers(plot, lines, colors) {
       }
     });
     ctx.stroke();
-  }
+    ctx.globalAlpha = 1;
+    lefts.forEach((left, i) => {
+      ctx.beginPath();
+      ctx.arc(left, plot.valToPos(y[i], "y", true), (isFew ? 3 : 1.6) * px, 0, 2 * Math.PI);
+      ctx.fill();
+    });
+  });
   ctx.restore();
 }
 

@@ -3,7 +3,7 @@
 
 import uPlot from "./uplot.js";
 import { padded, placed, smoothed, stackedOn, tableOf, withEdges } from "./chart_numbers.js";
-import { axesOf, COLORS, DASHES, drawMarks, drawWhiskers, readColors, swatch, withAlpha } from "./chart_paint.js";
+import { axesOf, COLORS, DASHES, drawMarks, drawReadings, readColors, swatch, withAlpha } from "./chart_paint.js";
 import { afterPause, compact, duration, el, NONE, number, oncePerFrame, onTheme, percent } from "./common.js";
 import { nearest } from "./run_data.js";
 
@@ -13,11 +13,15 @@ import { nearest } from "./run_data.js";
  * @typedef {import("./run_charts.js").ChartSpec} ChartSpec
  * @typedef {import("./run_charts.js").Series} Series
  * @typedef {{run: RunData, series: Series, color: number, dash: number[], x: number[], y: (number | null)[],
- *   low?: number[], high?: number[], under?: number}} Line `under` counts the lines that will hide it
+ *   low?: number[], high?: number[], steps?: number[], under?: number}} Line a line with `low`, `high` and `steps` holds
+ *   evaluations; `under` counts the lines that will hide it
  */
 
-const HEIGHT = 150;
+const HEIGHT = 172;
 const NEAR_PX = 18;
+const FEW_READINGS = 3;
+/** Constants of a run this short say nothing yet. */
+const LEAST_STEPS = 3;
 const FEW_POINTS = 12;
 const TABLE_ROWS = 300;
 
@@ -32,18 +36,23 @@ export class Board {
 
   /**
    * @param {{axis?: Axis, smoothing?: number, zoom?: [number, number] | null, onPoint?: (run: RunData, step: number) => void,
-   *   onHover?: (step: number | null) => void, onZoom?: (zoom: [number, number] | null) => void}} [options]
-   *   smoothing is the weight of what came before, 0 to below 1
+   *   onHover?: (step: number | null) => void, onZoom?: (zoom: [number, number] | null) => void, constants?: HTMLElement}} [options]
+   *   smoothing is the weight of what came before, 0 to below 1; `constants` gets one line of text for all charts in which
+   *   nothing changes
    */
-  constructor({ axis = "step", smoothing = 0, zoom = null, onPoint, onHover, onZoom } = {}) {
+  constructor({ axis = "step", smoothing = 0, zoom = null, onPoint, onHover, onZoom, constants } = {}) {
     this.axis = axis;
     this.smoothing = smoothing;
     this.zoom = zoom;
     this.onPoint = onPoint;
     this.onHover = onHover;
     this.onZoom = onZoom;
+    this.constants = constants;
     this.key = `board-${boards++}`;
-    this.changed = oncePerFrame(() => this.charts.forEach((chart) => chart.invalidate()));
+    this.changed = oncePerFrame(() => {
+      this.charts.forEach((chart) => chart.invalidate());
+      this.#showConstants();
+    });
     this.seen = new IntersectionObserver((changes) => changes.forEach(({ target, isIntersecting }) =>
       this.charts.find((chart) => chart.card === target)?.setSeen(isIntersecting)), { rootMargin: "200px" });
     this.sized = new ResizeObserver((changes) => changes.forEach(({ target }) =>
@@ -53,6 +62,21 @@ export class Board {
       this.charts.forEach((chart) => chart.rebuild());
     });
     this.colors = readColors();
+  }
+
+  /** Lists the folded charts, each as a button that draws it. */
+  #showConstants() {
+    if (!this.constants) return;
+    const folded = this.charts.filter(({ isFolded }) => isFolded);
+    this.constants.hidden = folded.length === 0;
+    const unfold = (chart) => {
+      chart.unfold();
+      this.#showConstants();
+      chart.place.focus();
+    };
+    this.constants.replaceChildren(el("span", { class: "muted" }, "Constant: "), ...folded.map((chart) => el("button",
+      { type: "button", class: "constant", dataset: { folded: chart.spec.id }, title: "Draw this chart", onclick: () => unfold(chart) },
+      el("span", { class: "muted" }, `${chart.spec.title} `), chart.constantText())));
   }
 
   /** Whether several runs are compared: then colour stands for the run, and each chart shows one series. */
@@ -131,6 +155,10 @@ class Chart {
   /** @type {Line[]} */
   lines = [];
   shape = "";
+  /** Whether nothing in it changes, so that a line of text stands for it. */
+  isFolded = false;
+  /** Whether the reader asked to see it nevertheless. */
+  isUnfolded = false;
   isSeen = false;
   isStale = true;
   /** @type {Set<string>} */
@@ -154,14 +182,40 @@ class Chart {
 
   setSeen(isSeen) {
     this.isSeen = isSeen;
-    if (isSeen && this.isStale && this.lines.length) this.draw();
+    if (isSeen && this.isStale && this.lines.length && !this.isFolded) this.draw();
   }
 
   invalidate() {
     this.isStale = true;
     this.lines = this.#lines();
-    this.card.hidden = this.lines.length === 0;
-    if (this.isSeen && this.lines.length) this.draw();
+    this.isFolded = !this.isUnfolded && Boolean(this.board.constants) && this.lines.length > 0 && this.constantText() !== "";
+    this.card.hidden = this.lines.length === 0 || this.isFolded;
+    this.card.classList.toggle("chart--wide", Boolean(this.spec.isWide) && this.lines.some(({ x, low }) => !low || x.length >= FEW_READINGS));
+    if (this.isSeen && this.lines.length && !this.isFolded) this.draw();
+  }
+
+  /** Draws a chart in which nothing changes. */
+  unfold() {
+    this.isUnfolded = true;
+    this.invalidate();
+  }
+
+  /** The value of each series if none of them ever changes, in any run; otherwise an empty text. */
+  constantText() {
+    const { runs } = this.board;
+    if (Math.max(...runs.map(({ steps }) => steps.length)) < LEAST_STEPS) return "";
+    const values = [];
+    for (const series of this.#available()) {
+      const found = new Set();
+      for (const run of runs) {
+        const read = series.read(run);
+        if (read.evaluations?.length) return "";
+        for (const value of read.values ?? []) if (value !== null) found.add(value);
+        if (found.size > 1) return "";
+      }
+      values.push(`${series.label} ${this.#format([...found][0])}`);
+    }
+    return values.join(", ");
   }
 
   rebuild() {
@@ -283,10 +337,10 @@ class Chart {
       },
       series: [{}, ...this.roles.map(({ line, role }) => this.#seriesOf(line, role))],
       bands: this.#bands(),
-      axes: axesOf(colors, { isTime: board.axis === "time", unit: this.spec.unit, usesRight }),
+      axes: axesOf(colors, { isTime: board.axis === "time", unit: this.spec.unit, usesRight, y: this.#axisTitle, right: this.spec.right }),
       hooks: {
         drawAxes: [(plot) => drawMarks(plot, this.#marksInView(), colors)],
-        draw: [(plot) => drawWhiskers(plot, this.lines.filter(({ low }) => low), colors)],
+        draw: [(plot) => drawReadings(plot, this.lines.filter(({ low }) => low), colors)],
         setCursor: [(plot) => this.#follow(plot)],
         setSelect: [(plot) => this.#zoomTo(plot)],
       },
@@ -310,19 +364,25 @@ class Chart {
     const color = this.board.colors.lines[line.color];
     const scale = line.series.side && !this.board.isComparing ? "right" : "y";
     if (role === "low" || role === "high") return { scale, width: 0, stroke: color, points: { show: false } };
-    if (role === "raw") return { scale, spanGaps: true, stroke: color, width: 1, alpha: 0.28, points: { show: false } };
+    // Evaluations are single readings: a line between them would claim what nobody measured.
+    if (line.low) return { scale, stroke: color, paths: () => null, points: { show: false } };
+    const hasFew = (_plot, _series, from, to) => to - from < FEW_POINTS;
+    if (role === "raw") return { scale, spanGaps: true, stroke: color, width: 1, alpha: 0.28, points: { size: 4, fill: color, width: 0, show: hasFew } };
     const fill = this.#isStacked && this.roles[0].line === line ? withAlpha(color, 0.35) : undefined;
-    const show = (_plot, _series, from, to) => Boolean(line.low) || to - from < FEW_POINTS;
-    return { scale, stroke: color, width: 1.5 + 1.1 * (line.under ?? 0), dash: line.dash, fill, spanGaps: true, points: { size: line.low ? 6 : 4, fill: color, width: 0, show } };
+    // A smoothed line has no points of its own: the dots are at what was measured.
+    const show = this.#smooths(line) ? false : hasFew;
+    return { scale, stroke: color, width: 1.5 + 1.1 * (line.under ?? 0), dash: line.dash, fill, spanGaps: true, points: { size: 4, fill: color, width: 0, show } };
   }
 
   #bands() {
     const { lines } = this.board.colors;
     const places = this.roles.map(({ line, role }, i) => ({ line, role, i: i + 1 }));
-    const intervals = places.filter(({ role }) => role === "high")
-      .map(({ line, i }) => ({ series: [i, i - 1], fill: withAlpha(lines[line.color], 0.1) }));
-    const layers = this.#isStacked ? places.slice(1).map(({ line, i }) => ({ series: [i, i - 1], fill: withAlpha(lines[line.color], 0.35) })) : [];
-    return [...intervals, ...layers];
+    return this.#isStacked ? places.slice(1).map(({ line, i }) => ({ series: [i, i - 1], fill: withAlpha(lines[line.color], 0.35) })) : [];
+  }
+
+  /** What the left axis counts. */
+  get #axisTitle() {
+    return this.spec.y ?? "";
   }
 
   #marksInView() {
@@ -436,7 +496,7 @@ class Chart {
   #showValues(at) {
     this.roles.forEach(({ line, role }, i) => {
       if (role !== "main") return;
-      const text = this.#format(this.#valueAt(i, at));
+      const text = this.#format(this.#valueAt(i, at)) + this.#stepText(i, at);
       const place = this.values?.get(this.board.isComparing ? line.run.name : line.series.key);
       if (place && place.textContent !== text) place.textContent = text;
     });
@@ -445,8 +505,23 @@ class Chart {
   #valueAt(i, at) {
     const { line } = this.roles[i];
     if (!at || !this.plot) return line.y.findLast((value) => value !== null && value !== undefined) ?? null;
-    const place = this.plot.data[0][at[i + 1] ?? -1];
-    return place === undefined ? null : (line.y[nearest(line.x, place)] ?? null);
+    const own = this.#placeAt(i, at);
+    return own === null ? null : (line.y[own] ?? null);
+  }
+
+  /** The place in its own line of the value that stands for the crosshair: the nearest one. */
+  #placeAt(i, at) {
+    const { line } = this.roles[i];
+    const place = this.plot?.data[0][at[i + 1] ?? -1];
+    return place === undefined ? null : nearest(line.x, place);
+  }
+
+  /** The step of an evaluation: the crosshair may stand at a step without any. */
+  #stepText(i, at) {
+    const { steps } = this.roles[i].line;
+    if (!steps?.length) return "";
+    const own = at && this.plot ? this.#placeAt(i, at) : steps.length - 1;
+    return own === null ? "" : ` at step ${steps[own]}`;
   }
 
   #format(value) {
@@ -461,7 +536,7 @@ class Chart {
   }
 
   #valuesInWords(at) {
-    return this.roles.map(({ line, role }, i) => (role === "main" ? `${this.#nameOf(line)} ${this.#format(this.#valueAt(i, at))}` : "")).filter(Boolean).join(", ");
+    return this.roles.map(({ line, role }, i) => (role === "main" ? `${this.#nameOf(line)} ${this.#format(this.#valueAt(i, at))}${this.#stepText(i, at)}` : "")).filter(Boolean).join(", ");
   }
 
   #inWords() {

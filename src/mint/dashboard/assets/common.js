@@ -87,19 +87,23 @@ export function listen(path, handlers, { since = "", opened } = {}) {
     source = new EventSource(apiUrl(path, { since: place }));
     source.onopen = () => {
       wait_ms = 1000;
-      showLive("live", "live");
+      isConnected = true;
+      showLive();
       if (times++) opened?.();
     };
     source.onerror = () => {
       close();
-      showLive("lost", "connection lost, retrying");
+      isConnected = false;
+      showLive();
       timer = window.setTimeout(open, wait_ms);
       wait_ms = Math.min(wait_ms * 2, 15000);
     };
     for (const [name, handle] of Object.entries(handlers)) {
       source.addEventListener(name, (event) => {
         place = event.lastEventId || place;
-        handle(JSON.parse(event.data));
+        const data = JSON.parse(event.data);
+        if (name === "summary") showRunning(isRunning(data));
+        handle(data);
       });
     }
   };
@@ -113,12 +117,41 @@ export function listen(path, handlers, { since = "", opened } = {}) {
   };
 }
 
-function showLive(state, text) {
+/** Whether the stream of events is open; null before the first answer. @type {boolean | null} */
+let isConnected = null;
+/** Whether anything on this page still runs: a run that is over is not live, however well it is watched. */
+let hasRunning = document.getElementById("main")?.dataset.state === "running";
+
+/** @param {boolean} whether something on this page still runs */
+export function showRunning(whether) {
+  hasRunning = whether;
+  showLive();
+}
+
+function showLive() {
   const live = document.getElementById("live");
-  if (!live || (live.dataset.state === state && !live.hidden)) return;
-  live.dataset.state = state;
-  live.textContent = text;
-  live.hidden = false;
+  if (!live || isConnected === null) return;
+  live.hidden = isConnected && !hasRunning;
+  const text = isConnected ? "live" : "connection lost, retrying";
+  live.dataset.state = isConnected ? "live" : "lost";
+  if (live.textContent !== text) live.textContent = text;
+}
+
+/* States of runs. */
+
+const STATE_TAGS = { running: "tag--running", finished: "tag--good", failed: "tag--error", died: "tag--warning" };
+
+/** @param {{state: string, is_stale?: boolean}} run */
+export const isRunning = (run) => run.state === "running" && !run.is_stale;
+
+/** @param {{state: string, is_stale?: boolean}} run */
+export const stateText = (run) => (run.is_stale ? "stale" : run.state);
+
+/** Writes a run's state into its tag. @param {HTMLElement} tag @param {{state: string, is_stale?: boolean, notice?: string}} run */
+export function showState(tag, run) {
+  tag.textContent = stateText(run);
+  tag.className = `tag ${run.is_stale ? "tag--warning" : (STATE_TAGS[run.state] ?? "")}`;
+  tag.title = run.notice ?? "";
 }
 
 /**

@@ -3,7 +3,7 @@
 
 import {
   age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, pageData, percent, query, runPath,
-  searchKey, setQuery, shortcut, showError,
+  searchKey, setQuery, shortcut, showError, showState, stateText,
 } from "./common.js";
 import { DASHES, swatch } from "./chart_paint.js";
 import { Board } from "./charts.js";
@@ -28,6 +28,7 @@ const extra = new Map();
 const marks = [];
 
 const board = new Board({
+  constants: find("#constants"),
   axis: query().get("axis") === "time" ? "time" : "step",
   smoothing: Math.min(0.98, Math.max(0, Number(query().get("smooth")) || 0)),
   zoom: zoomFrom(query().get("zoom")),
@@ -146,9 +147,11 @@ function showSummary(run) {
   for (const [name, text] of Object.entries(texts)) find(`.headline [data-cell=${name}]`).textContent = text;
   const progress = find(".headline [data-cell=progress]");
   [progress.max, progress.value] = [summary.steps || 1, summary.step];
-  const state = find(".headline [data-cell=state]");
-  state.textContent = summary.state;
-  state.className = `tag ${{ running: "tag--running", finished: "tag--good", failed: "tag--error", died: "tag--warning" }[summary.state] ?? ""}`;
+  showState(find(".headline [data-cell=state]"), summary);
+  const notice = find(".headline [data-cell=notice]");
+  notice.textContent = summary.notice;
+  notice.className = `headline-notice headline-notice--${summary.state}`;
+  notice.hidden = !summary.notice;
   showClock(run);
 }
 
@@ -183,7 +186,7 @@ function showCompared(runs) {
   find("#compared").replaceChildren(...runs.map(({ name, summary }, i) => el("tr", {},
     el("td", {}, swatch(i % DASHES.length, DASHES[i % DASHES.length])),
     el("th", { scope: "row" }, el("a", { class: "mono", href: `/runs/${encodeURIComponent(name)}` }, name)),
-    el("td", {}, summary.state),
+    el("td", {}, stateText(summary)),
     el("td", { class: "num" }, `${summary.step} / ${summary.steps || NONE}`),
     el("td", { class: "num" }, percent(summary.success)),
     el("td", { class: "num" }, fixed(summary.reward)),
@@ -236,6 +239,9 @@ function showCharts(runs) {
     find("#metrics").replaceChildren(...names.map((name) => el("option", { value: name })));
   }
   find("#no-steps").hidden = runs.some(({ steps, evaluations }) => steps.length || evaluations.length);
+  find("#no-steps").textContent = runs.some(({ summary }) => summary.state === "running")
+    ? "No step is done yet. The charts appear with the first step."
+    : "There is nothing to chart: no step was done.";
 }
 
 function addMetric(name) {

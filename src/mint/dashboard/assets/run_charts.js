@@ -7,7 +7,8 @@
  * @typedef {{key: string, label: string, side?: "right", read: (run: RunData) => Read}} Series
  * @typedef {"share" | "seconds" | "count" | "number"} Unit
  * @typedef {{id: string, title: string, series: (runs: RunData[]) => Series[], unit?: Unit, include?: number[],
- *   isStacked?: boolean, isWide?: boolean, note?: string}} ChartSpec `include` are values that the scale always shows
+ *   isStacked?: boolean, isWide?: boolean, note?: string, y?: string, right?: string}} ChartSpec `include` are values that
+ *   the scale always shows; `y` and `right` are the titles of the axes
  */
 
 /** A metric as it is logged. @param {string} name @param {string} [label] @param {"right"} [side] @returns {Series} */
@@ -71,41 +72,41 @@ const always = (/** @type {Series[]} */ ...series) => () => series;
 
 /** @type {ChartSpec[]} */
 export const CHARTS = [
-  { id: "reward", title: "Success and reward", isWide: true, include: [0, 1],
+  { id: "reward", title: "Success and reward", y: "mean per rollout", isWide: true, include: [0, 1],
     series: always(metric("success/rate", "success rate"), metric("reward/mean", "reward")) },
-  { id: "heldout", title: "Held-out reward, 95 % intervals", isWide: true, include: [0, 1], series: temperatures },
-  { id: "loss", title: "Loss", isWide: true, series: losses },
-  { id: "heldout-metrics", title: "Held-out loss and accuracy, 95 % intervals", isWide: true, series: heldoutMetrics },
-  { id: "parts", title: "Reward by part", include: [0], series: below("reward/part/") },
-  { id: "categories", title: "Reward by category", include: [0], series: below("category/", "/reward") },
-  { id: "groups", title: "Groups by signal", unit: "share", include: [0, 1],
+  { id: "heldout", title: "Held-out reward, 95 % intervals", y: "mean reward", isWide: true, include: [0, 1], series: temperatures },
+  { id: "loss", title: "Loss", y: "loss", isWide: true, series: losses },
+  { id: "heldout-metrics", title: "Held-out loss and accuracy, 95 % intervals", y: "mean", isWide: true, series: heldoutMetrics },
+  { id: "parts", title: "Reward by part", y: "mean reward", include: [0], series: below("reward/part/") },
+  { id: "categories", title: "Reward by category", y: "mean reward", include: [0], series: below("category/", "/reward") },
+  { id: "groups", title: "Groups by signal", y: "share of groups", unit: "share", include: [0, 1],
     series: always(share("groups/used", "informative", "groups/total"), share("groups/all_good", "all good", "groups/total"),
       share("groups/all_bad", "all bad", "groups/total")) },
-  { id: "ledger", title: "Token counts, share of sampled tokens", unit: "share", include: [0, 1],
+  { id: "ledger", title: "Where tokens go", y: "share of sampled tokens", unit: "share", include: [0, 1],
     series: always(share("ledger/informative", "informative", "ledger/generated"), share("ledger/trained", "trained", "ledger/generated"),
       share("ledger/gradient", "with gradient", "ledger/generated"), share("ledger/graded", "graded", "ledger/generated")) },
-  { id: "entropy", title: "Entropy, nats per token", include: [0],
+  { id: "entropy", title: "Entropy", y: "nats per token", include: [0],
     series: always(metric("train/entropy", "trained tokens"), metric("rollouts/entropy_estimate", "all, by logprob")) },
-  { id: "kl", title: "KL to the sampling policy", series: always(metric("train/kl_k1", "k1"), metric("train/kl_k2", "k2"), metric("train/kl_k3", "k3")) },
-  { id: "reference", title: "KL to the reference", series: always(metric("kl/policy_reference_k1", "k1"), metric("kl/policy_reference_k3", "k3")) },
-  { id: "length", title: "Length, tokens", unit: "count", series: always(metric("rollouts/mean_length", "mean"), metric("rollouts/max_length", "longest")) },
-  { id: "truncation", title: "Truncated and duplicate", unit: "share", include: [0],
+  { id: "kl", title: "KL to the sampling policy", y: "nats per token", series: always(metric("train/kl_k1", "k1"), metric("train/kl_k2", "k2"), metric("train/kl_k3", "k3")) },
+  { id: "reference", title: "KL to the reference", y: "nats per token", series: always(metric("kl/policy_reference_k1", "k1"), metric("kl/policy_reference_k3", "k3")) },
+  { id: "length", title: "Length", y: "tokens per rollout", unit: "count", series: always(metric("rollouts/mean_length", "mean"), metric("rollouts/max_length", "longest")) },
+  { id: "truncation", title: "Truncated and duplicate", y: "share of rollouts", unit: "share", include: [0],
     series: always(metric("rollouts/truncated_share", "truncated"), metric("rollouts/duplicate_share", "duplicate")) },
-  { id: "turns", title: "Turns and tool calls per rollout", include: [0],
+  { id: "turns", title: "Turns and tool calls", y: "mean per rollout", include: [0],
     series: (runs) => (runs.some(hasTurns) ? [metric("rollouts/turns_mean", "turns"), metric("rollouts/tool_calls_mean", "tool calls")] : []) },
-  { id: "norms", title: "Gradient and update norm", series: always(metric("optim/grad_norm", "gradient"), metric("optim/update_norm", "update", "right")) },
-  { id: "ratio", title: "Probability ratio", series: always(metric("train/ratio", "mean"), metric("train/ratio_min", "min"),
+  { id: "norms", title: "Gradient and update norm", y: "gradient norm", right: "update norm", series: always(metric("optim/grad_norm", "gradient"), metric("optim/update_norm", "update", "right")) },
+  { id: "ratio", title: "Probability ratio", y: "ratio to the sampling policy", series: always(metric("train/ratio", "mean"), metric("train/ratio_min", "min"),
     metric("train/ratio_max", "max"), metric("train/ratio_p99", "p99"), metric("train/ess", "effective sample size")) },
-  { id: "mismatch", title: "Sampler–trainer mismatch, |Δ logprob|",
+  { id: "mismatch", title: "Sampler–trainer mismatch", y: "|Δ logprob|, nats",
     series: always(metric("mismatch/mean_abs_logprob_diff", "mean"), metric("mismatch/max_abs_logprob_diff", "max")) },
-  { id: "rate", title: "Learning rate and temperature", series: always(metric("learning_rate", "learning rate"), metric("temperature", "temperature", "right")) },
-  { id: "throughput", title: "Tokens sampled per second", unit: "count", include: [0], series: always(throughput) },
-  { id: "phases", title: "Time per phase", unit: "seconds", include: [0], isStacked: true,
+  { id: "rate", title: "Learning rate and temperature", y: "learning rate", right: "temperature", series: always(metric("learning_rate", "learning rate"), metric("temperature", "temperature", "right")) },
+  { id: "throughput", title: "Throughput", y: "sampled tokens per second", unit: "count", include: [0], series: always(throughput) },
+  { id: "phases", title: "Time per phase", y: "time per step", unit: "seconds", include: [0], isStacked: true,
     series: (runs) => below("time/", "_s")(runs).filter(({ key }) => key !== "time/unix_s") },
 ];
 
 /** A chart of one metric. @param {string} name @returns {ChartSpec} */
-export const chartOf = (name) => ({ id: `metric:${name}`, title: name, series: always(metric(name, name.split("/").at(-1))) });
+export const chartOf = (name) => ({ id: `metric:${name}`, title: name, y: name.split("/").at(-1), series: always(metric(name, name.split("/").at(-1))) });
 
 /** What a task or a user's own metric reports: one chart for each number. @param {RunData[]} runs @returns {ChartSpec[]} */
 export const taskCharts = (runs) =>

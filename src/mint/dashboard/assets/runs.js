@@ -3,7 +3,7 @@
 
 import {
   age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
-  setQuery, shortcut, showError, walkRows,
+  isRunning, setQuery, shortcut, showError, showRunning, showState, walkRows,
 } from "./common.js";
 
 /**
@@ -14,7 +14,6 @@ import {
  */
 
 const SEVERITIES = ["error", "warning", "info"];
-const STATES = { running: "tag--running", finished: "tag--good", failed: "tag--error", died: "tag--warning" };
 const SPARK_POINTS = 64;
 
 /** What a column is sorted by; text compares as text. @type {Record<string, (run: Summary) => string | number | null>} */
@@ -56,6 +55,7 @@ function take(/** @type {Summary[]} */ runs) {
     known.set(run.name, entry);
     fill(entry.row, run);
   }
+  showRunning(runs.some(isRunning));
   arrange();
 }
 
@@ -80,10 +80,7 @@ function prepare(row) {
 
 function fill(row, run) {
   const cell = (name) => find(`[data-cell=${name}]`, row);
-  const state = cell("state");
-  state.textContent = run.state;
-  state.className = `tag ${STATES[run.state] ?? ""}`;
-  state.title = run.error ?? "";
+  showState(cell("state"), run);
   cell("task").textContent = run.task || NONE;
   cell("model").textContent = run.base_model || NONE;
   cell("progress").max = run.steps || 1;
