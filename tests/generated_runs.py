@@ -62,7 +62,7 @@ def write_states(runs: Path) -> None:
     """One run in each state: failed and stopped before and after the first step, died, stale, and waiting for its first
     step."""
     now = time.time()
-    ended = {"began_at": now - 90, "ended_at": now - 60}
+    ended: dict[str, Any] = {"began_at": now - 90, "ended_at": now - 60}
     error = "RequestFailedError: the base model cannot be loaded: no space is left on the device"
     _process(begin(runs / "failed-at-once", steps=50), **ended, outcome="failed", error=error)
     _process(begin(runs / "stopped-at-once", steps=50), **ended, outcome="stopped", error="interrupted")

@@ -89,9 +89,12 @@ def test_the_table_sorts_filters_and_keeps_both_in_its_address(tab: Tab, home: P
     page = tab.open("/")
     rewards = {run: lines(home / "runs" / run, "metrics.jsonl")[-1]["reward/mean"] for run in RUNS}
     page.locator("th[data-key=reward] button").click()
-    shown = [one.get_attribute("data-run") for one in page.locator("#rows tr").all()]
-    own = [run for run in shown if run in RUNS]
-    assert [rewards[run] for run in own] == sorted(rewards.values(), reverse=True)
+
+    def shown_rewards() -> list[float]:
+        names = page.locator("#rows tr").evaluate_all("rows => rows.map((row) => row.dataset.run)")
+        return [rewards[name] for name in names if name in rewards]
+
+    wait_until(lambda: shown_rewards() == sorted(rewards.values(), reverse=True))
     page.keyboard.press("/")
     page.keyboard.type("adapter")
     wait_until(lambda: page.locator("#rows tr:visible").count() == 2)  # of these tasks

@@ -153,10 +153,11 @@ def test_a_new_run_and_a_step_of_an_old_one_show_in_the_list(run: Path, looked: 
     with showing(run.parent.parent) as (_, client), stream(client, "runs/events") as live:
         looked()
         write_run(run.parent / "math-2", 1)
-        assert {one["name"] for one in live.until("runs")["runs"]} == {RUN, "math-2"}
+        seen = live.until("runs")["revision"]
+        assert {one["name"] for one in client.get(f"{API}/runs").json()["runs"]} == {RUN, "math-2"}
         add_step(run, 4)
-        while {one["name"]: one["step"] for one in live.until("runs")["runs"]}[RUN] != 4:
-            pass
+        assert live.until("runs")["revision"] > seen
+        wait_until(lambda: {one["name"]: one["step"] for one in client.get(f"{API}/runs").json()["runs"]}[RUN] == 4)
 
 
 def test_all_who_watch_a_run_share_one_watcher_which_ends_with_the_last(run: Path) -> None:

@@ -127,8 +127,8 @@ def test_one_prompt_is_followed_through_training(client: httpx.Client) -> None:
 
 def test_checkpoints_have_the_evaluation_of_their_step_and_the_best_is_marked(client: httpx.Client) -> None:
     found = get(client, f"runs/{RUN}/checkpoints")["checkpoints"]
-    assert [(one["step"], one["heldout"]["mean"], one["is_best"]) for one in found] == [(2, 0.5, True), (4, 0.4, False)]
-    assert found[0]["export"].startswith("mint export mint://m/weights/2 ")
+    assert [(one["step"], one["heldout"]["mean"], one["is_best"]) for one in found] == [(4, 0.4, False), (2, 0.5, True)]
+    assert found[1]["export"].startswith("mint export mint://m/weights/2 ")
 
 
 def test_an_evaluation_shows_what_was_read(client: httpx.Client) -> None:

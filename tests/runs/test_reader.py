@@ -534,7 +534,7 @@ def test_metrics_come_back_as_they_were_whatever_a_step_has(rows: list[Row], siz
         assert all(one[name] == value or value != value for name, value in other.items())
     for name in ("step", "a", "b", "c"):
         charted = [row.get(name) for row in rows[since:]]
-        assert columns.column(name, since) == [
+        assert columns.column(name, columns.places(since)) == [
             value if isinstance(value, float | int) and abs(value) < 1e308 else None for value in charted
         ]
 

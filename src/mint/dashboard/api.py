@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +17,18 @@ from starlette.requests import Request
 
 from mint.dashboard.event_streams import EventCursor, cursor_of
 from mint.dashboard.finding_evidence import EVIDENCE, NO_EVIDENCE, evidence_of
+from mint.dashboard.run_list import MAX_PAGE_RUNS, PAGE_RUNS, RunQuery, parse_sort
 from mint.dashboard.state import DashboardState
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500
+PAGE_CHECKPOINTS = 20
+GROUP_TOKENS = 40_000
+"""The samples of a group come with at most this many tokens together; a single rollout has all of its own."""
+
+PER_TOKEN = frozenset({"tokens", "logprobs", "entropies", "token_advantages"})
 LISTED_PROMPT = 4_000
 """A list of groups shows the last characters of each prompt, because prompts of a task begin alike."""
 
@@ -34,8 +41,8 @@ EXPORTS = ("peft", "hf", "gguf-ready")
 
 
 def runs(dashboard: DashboardState, request: Request) -> dict[str, Any]:
-    """The summaries of all runs."""
-    return {"runs": list(dashboard.readers.summaries().values())}
+    """A page of the runs that the query selects. Not `is_whole`: some runs were not read yet."""
+    return vars(dashboard.runs.page(parse_run_query(request)))
 
 
 def run(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -45,14 +52,18 @@ def run(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 
 
 def columns(dashboard: DashboardState, request: Request) -> dict[str, Any]:
-    """The metrics of all steps, one list per metric; `cursor` is where the live stream continues."""
+    """The metrics of all steps, or of every nth if there are more than `points`, one list per metric; `cursor` is where
+    the live stream continues."""
     name, reader = _reader(dashboard, request)
     wanted = request.query_params.get("names", "")
+    names = wanted.split(",") if wanted else None
     since = _whole_number(request.query_params, "since") or 0
+    until = _whole_number(request.query_params, "until")
+    points = _whole_number(request.query_params, "points")
     # Taken before the logs are read: rows written meanwhile are sent twice rather than never.
     cursor = cursor_of(reader)
     return {
-        "columns": reader.columns(wanted.split(",") if wanted else None, since),
+        "columns": reader.columns(names, since, math.inf if until is None else until, points),
         "evaluations": reader.evaluations(),
         "findings": reader.findings(),
         "summary": dashboard.readers.summary(name),
@@ -76,10 +87,12 @@ def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     _, reader = _reader(dashboard, request)
     step = request.path_params["step"]
     row = request.path_params["row"]
-    found = [logged for logged in _rows(reader, step) if logged["row"] == row]
+    found = reader.rows(step, row=row)
+    if not found and not reader.has_rollouts(step):
+        raise _no_rollouts(step)
     if not found:
         raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
-    return _whole(reader, step, found)[0]
+    return _whole(reader, step, _shortened(found, math.inf))[0]
 
 
 def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -89,7 +102,9 @@ def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 
 
 def _groups(reader: RunReader, step: int) -> list[dict[str, Any]]:
-    found = _rows(reader, step, light=True)
+    found = reader.rows(step, light=True)
+    if not found:
+        raise _no_rollouts(step)
     by_group: dict[int, dict[str, Any]] = {}
     for row in found:
         known = by_group.setdefault(
@@ -127,17 +142,35 @@ def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | Non
     listed = _groups(reader, at)
     numbers = [one["group"] for one in listed]
     chosen = int(group) if group.isdecimal() and int(group) in numbers else numbers[0]
-    return {"step": at, "groups": listed, "group": _group(reader, at, chosen)}
+    return {"step": at, "groups": listed, "group": _group(reader, at, chosen, light=True)}
 
 
-def _group(reader: RunReader, step: int, number: int) -> dict[str, Any]:
-    found = [row for row in _rows(reader, step) if row["group"] == number]
+def _group(reader: RunReader, step: int, number: int, *, light: bool = False) -> dict[str, Any]:
+    found = reader.rows(step, group=number, light=light)
+    if not found and not reader.has_rollouts(step):
+        raise _no_rollouts(step)
     if not found:
         raise NotFoundError("is not a group of this run", field="group", value=f"step {step}, group {number}")
     found.sort(key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
     first = found[0]
     shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
-    return {"step": step, "group": number, **shared, "rows": _whole(reader, step, found)}
+    rows = found if light else _whole(reader, step, _shortened(found))
+    return {"step": step, "group": number, **shared, "rows": rows}
+
+
+def _shortened(rows: list[dict[str, Any]], together: float = GROUP_TOKENS) -> list[dict[str, Any]]:
+    """Rows with at most `together` tokens, the first ones of each; `length` says how many a row has."""
+    lengths = [len(row.get("tokens") or ()) for row in rows]
+    most = int(together) // len(rows) if sum(lengths) > together else max(lengths)
+    numbered = zip(rows, lengths, strict=True)
+    return [_cut(row, most) | {"length": length, "is_shortened": length > most} for row, length in numbered]
+
+
+def _cut(row: dict[str, Any], most: int) -> dict[str, Any]:
+    if len(row.get("tokens") or ()) <= most:
+        return row
+    cut = {name: values[:most] for name, values in row.items() if name in PER_TOKEN and values}
+    return {**row, **cut, "text": str(row.get("text") or "")[:LISTED_PROMPT]}
 
 
 def item(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -162,7 +195,7 @@ def findings(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 
 
 def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
-    """The checkpoints, oldest first, with their held-out evaluations.
+    """A page of the checkpoints, newest first, with their held-out evaluations; and the best one of all.
 
     The best one is the one that the run saved as its best; otherwise, of several evaluated ones, that with the highest
     mean. A single evaluation has nothing to be compared with: then none is the best.
@@ -176,16 +209,28 @@ def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     for row in evaluations:
         if row.get("checkpoint"):
             by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
-    listed = sorted(by_path.values(), key=lambda saved: saved["step"])
-    for saved in listed:
-        saved["heldout"] = evaluation_at(evaluations, saved["step"])
-        saved |= _commands(reader.config, saved)
+    newest = sorted(by_path.values(), key=lambda saved: saved["step"])[::-1]
+    by_step = _evaluations_by_step(evaluations)
+    for saved in newest:
+        saved["heldout"] = evaluation_of(by_step.get(saved["step"], ()))
     named = next((row["checkpoint"] for row in reversed(evaluations) if row.get("checkpoint")), None)
-    evaluated = [saved for saved in listed if saved["heldout"] is not None]
+    evaluated = [saved for saved in newest if saved["heldout"] is not None]
     best = by_path.get(named)
     if best is None and len(evaluated) > 1:
-        best = max(evaluated, key=lambda saved: saved["heldout"]["mean"])
-    return {"checkpoints": [{**saved, "is_best": saved is best} for saved in listed]}
+        best = max(reversed(evaluated), key=lambda saved: saved["heldout"]["mean"])
+    offset = _whole_number(request.query_params, "offset") or 0
+    limit = min(_whole_number(request.query_params, "limit") or PAGE_CHECKPOINTS, MAX_ROWS)
+
+    def row_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+        return {**saved, **_commands(reader.config, saved), "is_best": saved is best}
+
+    return {
+        "checkpoints": [row_of(saved) for saved in newest[offset : offset + limit]],
+        "best": None if best is None else row_of(best),
+        "total": len(newest),
+        "offset": offset,
+        "limit": limit,
+    }
 
 
 def ledger(dashboard: DashboardState, name: str) -> dict[str, float]:
@@ -208,6 +253,22 @@ def service(dashboard: DashboardState, request: Request) -> Mapping[str, Any]:
 
 
 # --- parsing requests -------------------------------------------------------------------------------------------------
+
+
+def parse_run_query(request: Request) -> RunQuery:
+    """The query of a list of runs.
+
+    Raises:
+        InvalidRequestError: a parameter cannot be parsed; names it.
+    """
+    given = request.query_params
+    return RunQuery(
+        words=tuple(given.get("q", "").casefold().split()),
+        state=given.get("state", ""),
+        sort=parse_sort(given.get("sort", "")),
+        offset=_whole_number(given, "offset") or 0,
+        limit=min(_whole_number(given, "limit") or PAGE_RUNS, MAX_PAGE_RUNS),
+    )
 
 
 def parse_query(dashboard: DashboardState, request: Request) -> RolloutQuery:
@@ -317,11 +378,8 @@ def _reader(dashboard: DashboardState, request: Request) -> tuple[str, RunReader
     return name, dashboard.readers.of(name)
 
 
-def _rows(reader: RunReader, step: int, *, light: bool = False) -> list[dict[str, Any]]:
-    rows = reader.rows(step, light=light)
-    if not rows:
-        raise NotFoundError("has no rollouts", field="step", value=step, remedy="See the steps that have some")
-    return rows
+def _no_rollouts(step: int) -> NotFoundError:
+    return NotFoundError("has no rollouts", field="step", value=step, remedy="See the steps that have some")
 
 
 def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -355,8 +413,14 @@ def _commands(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def evaluation_at(evaluations: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """The evaluation of the weights of a step: at temperature 1 where there is one, else the last one."""
-    found = [row for row in evaluations if row["step"] == step]
+def _evaluations_by_step(evaluations: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in evaluations:
+        by_step.setdefault(row["step"], []).append(row)
+    return by_step
+
+
+def evaluation_of(found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the evaluations of one step: one at temperature 1 where there is one, else the last one."""
     sampled = [row for row in found if row.get("temperature") == SAMPLED]
-    return (sampled or found or [None])[-1]
+    return (sampled or [*found] or [None])[-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,9 @@ log = logging.getLogger("mint.dashboard")
 
 POLL_RUN_S = 0.4
 POLL_LIST_S = 0.8
+POLL_SHARE = 0.1
+"""The largest share of a thread's time that polling may take: what takes longer is polled less often."""
+
 HEARTBEAT_S = 15.0
 QUEUE_EVENTS = 512
 """A browser that falls this far behind is disconnected; it reconnects and sends its last event id."""
@@ -109,6 +113,7 @@ class _Watcher:
 
     async def _watch(self) -> None:
         while True:
+            began = time.monotonic()
             try:
                 for event in await anyio.to_thread.run_sync(self._poll):
                     for listener in list(self.listeners):
@@ -120,7 +125,7 @@ class _Watcher:
                 log.exception("watching failed")
                 break
             self.has_polled.set()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(max(self._every_s, (time.monotonic() - began) / POLL_SHARE))
         self.has_polled.set()
         for listener in list(self.listeners):
             listener.put(None)
@@ -147,7 +152,7 @@ class EventStreams:
         return self._open(f"run {name}", poll, POLL_RUN_S, partial(_catch_up, name, reader, self._readers, since))
 
     def of_all(self) -> StreamingResponse:
-        """The event `runs` with the list of runs, whenever one changes.
+        """The event `runs` with the number of the list's revision, whenever a run changes.
 
         Raises:
             OverloadedError: too many streams are open.
@@ -251,16 +256,18 @@ class RunPoll:
 
 
 class ListPoll:
-    """The list of runs if it has changed since the last call; nothing on the first call."""
+    """Says that the list of runs has changed since the last call; nothing on the first call."""
 
     def __init__(self, readers: RunReaders) -> None:
         self._readers = readers
-        self._known: bytes | None = None
+        self._known: int | None = None
 
     def __call__(self) -> list[StreamEvent]:
-        body = json_bytes({"runs": list(self._readers.summaries().values())})
-        before, self._known = self._known, body
-        return [] if before is None or before == body else [StreamEvent("runs", body)]
+        self._readers.summaries()
+        before, self._known = self._known, self._readers.revision
+        if before is None or before == self._known:
+            return []
+        return [StreamEvent("runs", json_bytes({"revision": self._known}))]
 
 
 def _catch_up(name: str, reader: RunReader, readers: RunReaders, since: EventCursor | None) -> list[StreamEvent]:

@@ -26,9 +26,13 @@ MAX_COMPARED = 8
 
 
 def runs(dashboard: DashboardState, request: Request) -> str:
-    """The list of runs."""
-    summaries = [asdict(summary) for summary in dashboard.readers.summaries().values()]
-    return _write(dashboard, "runs", None, summaries=summaries)
+    """The first page of the list of runs that the address selects."""
+    query = api.parse_run_query(request)
+    page = dashboard.runs.page(query)
+    kept = {name: value for name, value in request.query_params.items() if name != "offset"}
+    before, after = (urlencode({**kept, "offset": max(0, query.offset + by)}) for by in (-query.limit, query.limit))
+    summaries = [asdict(run) for run in page.runs]
+    return _write(dashboard, "runs", None, listed=page, query=query, before=before, after=after, summaries=summaries)
 
 
 def run(dashboard: DashboardState, request: Request) -> str:
@@ -74,17 +78,21 @@ def diagnosis(dashboard: DashboardState, request: Request) -> str:
 def checkpoints(dashboard: DashboardState, request: Request) -> str:
     """The checkpoints of a run, to try and to compare."""
     reader = dashboard.readers.of(request.path_params["run"])
-    listed = api.checkpoints(dashboard, request)["checkpoints"]
+    listed = api.checkpoints(dashboard, request)
     evaluations = reader.evaluations()
+    before, after = (urlencode({"offset": max(0, listed["offset"] + by)}) for by in (-listed["limit"], listed["limit"]))
     return _of_run(
         dashboard,
         request,
         "checkpoints",
         config=reader.config,
         folder=reader.folder,
-        checkpoints=listed,
+        listed=listed,
+        checkpoints=listed["checkpoints"],
+        newer=before,
+        older=after,
         evaluations=len(evaluations),
-        before=api.evaluation_at(evaluations, 0),
+        before=api.evaluation_of([row for row in evaluations if row["step"] == 0]),
         metrics=BISECT_METRICS,
         can_search=dashboard.bisections.can_search,
     )

@@ -51,6 +51,7 @@ class RunFolders:
         self._roots = tuple(dict.fromkeys(root.expanduser().resolve() for root in roots))
         self._listings: dict[Path, _Listing] = {}
         self._lock = threading.Lock()
+        self._found: dict[str, Path] = {}
 
     def find(self) -> dict[str, Path]:
         """All runs by name. A run keeps its name while runs of other names appear and disappear."""
@@ -62,6 +63,7 @@ class RunFolders:
                     if folder not in seen and (folder / CONFIG).is_file():
                         seen.add(folder)
                         found[_name_of(folder, found)] = folder
+            self._found = found
             return found
 
     def folder(self, name: str) -> Path:
@@ -70,7 +72,9 @@ class RunFolders:
         Raises:
             NotFoundError: there is no such run.
         """
-        folder = self.find().get(name)
+        known = self._found.get(name)
+        # With thousands of runs, looking for all of them takes longer than the rest of a request.
+        folder = known if known is not None and (known / CONFIG).is_file() else self.find().get(name)
         if folder is None:
             raise NotFoundError("is not a run here", field="run", value=name, remedy="See the list of runs")
         return folder

@@ -18,6 +18,8 @@ from mint.runs.reader import RunReader, RunSummary
 MAX_READERS = 16
 """Each holds the metrics and the index of its run: about ten megabytes for a run of thousands of steps."""
 
+LONG_LOG_BYTES = 8 << 20
+
 STATE_FRESH_S = 2.0
 """How long a summary that says `running` is used before the process is checked again."""
 
@@ -37,6 +39,8 @@ class RunReaders:
         self._lock = threading.Lock()
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._summaries: dict[Path, _CachedSummary] = {}
+        self._revision = 0
+        self._count = 0
 
     def of(self, name: str) -> RunReader:
         """The reader of a run.
@@ -65,8 +69,10 @@ class RunReaders:
     def summaries(self) -> dict[str, RunSummary]:
         """The summaries of all runs by name, newest first. An unchanged run is not read again."""
         found = self.folders.find()
+        with self._lock:
+            self._count = len(found)
         summaries: dict[str, RunSummary] = {}
-        for name, folder in found.items():
+        for name, folder in sorted(found.items(), key=lambda run: _place_in_line(run[1])):
             try:
                 summaries[name] = self._summary(name, folder)
             except (MintError, OSError):  # the run was removed meanwhile, or its config cannot be read
@@ -75,7 +81,23 @@ class RunReaders:
             for folder in self._summaries.keys() - set(found.values()):
                 del self._summaries[folder]
                 self._readers.pop(folder, None)
+                self._revision += 1
         return dict(sorted(summaries.items(), key=lambda named: (-named[1].began_at, named[0])))
+
+    def known(self) -> list[RunSummary]:
+        """The summaries that were read so far, in no order."""
+        with self._lock:
+            return [cached.summary for cached in self._summaries.values()]
+
+    def count(self) -> int:
+        """How many runs the last look at all folders has found."""
+        with self._lock:
+            return max(self._count, len(self._summaries))
+
+    @property
+    def revision(self) -> int:
+        """Grows whenever a summary has changed, appeared or gone."""
+        return self._revision
 
     def _summary(self, name: str, folder: Path) -> RunSummary:
         stamp = stamp_of(folder)
@@ -91,8 +113,18 @@ class RunReaders:
         if summary.name != name:
             summary = replace(summary, name=name)
         with self._lock:
+            self._revision += known is None or known.summary != summary
             self._summaries[folder] = _CachedSummary(stamp, now, summary)
         return summary
+
+
+def _place_in_line(folder: Path) -> tuple[bool, float]:
+    """Newest first, because that is what a list shows first; those with long logs last, because they take seconds."""
+    try:
+        began_at = (folder / "config.json").stat().st_mtime
+        return (folder / "metrics.jsonl").stat().st_size > LONG_LOG_BYTES, -began_at
+    except OSError:
+        return False, 0.0
 
 
 def _open(folder: Path) -> RunReader:

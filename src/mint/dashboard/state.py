@@ -14,6 +14,7 @@ from mint.dashboard.diagnosis_cache import DiagnosisCache
 from mint.dashboard.event_streams import EventStreams
 from mint.dashboard.login import AccessCheck
 from mint.dashboard.run_folders import RunFolders
+from mint.dashboard.run_list import RunList
 from mint.dashboard.run_readers import RunReaders
 
 READING_THREADS = 4
@@ -34,6 +35,7 @@ class DashboardState:
         """`roots` are the folders with runs. `service` returns the numbers of the service; None if none runs here.
         `search` runs a bisection; None if nothing can be sampled here."""
         self.readers = RunReaders(RunFolders(roots))
+        self.runs = RunList(self.readers)
         self.access = access
         self.service = service
         self.bisections = BisectJobs(self.readers, search)

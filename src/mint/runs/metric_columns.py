@@ -71,13 +71,23 @@ class MetricColumns:
                 found[name] = self._others[name, place]
         return found
 
-    def column(self, name: str, since: float = 0) -> list[float | None]:
-        """One value for each step after `since`; None if the step has no finite number of that name."""
-        first = self._after(since)
-        values: Sequence[float] = self._columns.get(name, array("d"))[first:]
-        if not values:
-            return [None] * (len(self) - first)
-        return [value if math.isfinite(value) else None for value in values]
+    def places(self, since: float = 0, until: float = math.inf, most: int | None = None) -> Sequence[int]:
+        """The places of the steps after `since` up to `until`, in order. If there are more than `most`, every nth one,
+        and the last; the same ones again when the run has grown, until n changes."""
+        first, end = self._after(since), self._after(until)
+        if most is None or end - first <= most:
+            return range(first, end)
+        every = math.ceil((end - first) / max(1, most - 1))
+        chosen = range(first + -first % every, end, every)
+        return chosen if chosen[-1] == end - 1 else [*chosen, end - 1]
+
+    def column(self, name: str, places: Sequence[int] | None = None) -> list[float | None]:
+        """One value for each of `places`, all if None; None if the step has no finite number of that name."""
+        chosen = range(len(self)) if places is None else places
+        values = self._columns.get(name)
+        if values is None:
+            return [None] * len(chosen)
+        return [value if math.isfinite(value) else None for value in map(values.__getitem__, chosen)]
 
     def _after(self, since: float) -> int:
         return bisect_right(self.steps, since)

@@ -115,7 +115,8 @@ def state_notice(state: State, *, step: int, error: str | None, stale_for_s: flo
     if state == "died":
         return f"Its process ended {place} without a word: it was killed, or the machine stopped."
     if state in ("failed", "stopped"):
-        because = f": {error}" if error and not (state == "stopped" and error == "interrupted") else "."
+        is_told = bool(error) and not (state == "stopped" and error == "interrupted")
+        because = f": {error}" if is_told else "."
         return f"It {'failed' if state == 'failed' else 'was stopped'} {place}{because}"
     return "" if step else "It finished without a step."
 

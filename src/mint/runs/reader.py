@@ -258,16 +258,24 @@ class RunReader:
         with self._current():
             return self._refreshed_metrics().rows(since)
 
-    def columns(self, names: Sequence[str] | None = None, since: int = 0) -> dict[str, list[float | None]]:
-        """One list per metric over the steps after `since`, always including `step`; None for a missing or infinite
-        number.
+    def columns(
+        self,
+        names: Sequence[str] | None = None,
+        since: int = 0,
+        until: float = math.inf,
+        most: int | None = None,
+    ) -> dict[str, list[float | None]]:
+        """One list per metric over the steps after `since` up to `until`, always including `step`.
 
-        `names` None selects all metrics.
+        A missing or infinite number is None.
+
+        `names` None selects all metrics. Of more than `most` steps, every nth one is chosen, and the last.
         """
         with self._current():
             metrics = self._refreshed_metrics()
             wanted = metrics.names if names is None else names
-            return {name: metrics.column(name, since) for name in dict.fromkeys(["step", *wanted])}
+            places = metrics.places(since, until, most)
+            return {name: metrics.column(name, places) for name in dict.fromkeys(["step", *wanted])}
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The held-out evaluations, oldest first, without their `examples`."""
@@ -326,14 +334,26 @@ class RunReader:
             self._index.refresh()
             return self._index.steps()
 
-    def rows(self, step: int, *, light: bool = False) -> list[dict[str, Any]]:
-        """All rows of a step as they were logged, each with its place as `row`; empty for a step without rollouts.
+    def has_rollouts(self, step: int) -> bool:
+        """Whether a step has rollouts."""
+        with self._current():
+            self._index.refresh()
+            return bool(len(self._index.of_step(step)))
+
+    def rows(
+        self, step: int, *, light: bool = False, group: int | None = None, row: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The rows of a step as they were logged, each with its place as `row`; empty for a step without rollouts.
+
+        `group` and `row` select those of one group, or one row.
 
         `light` is several times faster: `tokens` is a range of the same length, `logprobs` is empty.
         """
         with self._current():
             self._index.refresh()
             entries = self._index.of_step(step)
+        if group is not None or row is not None:
+            return self._chosen_rows(entries, step, light=light, group=group, row=row)
         if not len(entries):
             return []
         # The rows of a step lie together in the file: one read gets all of them.
@@ -345,6 +365,26 @@ class RunReader:
         except ValueError:
             return []  # The run was resumed from before this step meanwhile, and its rows were cut off.
         return [{**row, "row": place} for place, row in enumerate(rows) if row.get("step") == step]
+
+    def _chosen_rows(
+        self, entries: np.ndarray, step: int, *, light: bool, group: int | None, row: int | None
+    ) -> list[dict[str, Any]]:
+        wanted = np.ones(len(entries), dtype=bool)
+        if group is not None:
+            wanted &= entries["group"] == group
+        if row is not None:
+            wanted &= entries["row"] == row
+        places = np.flatnonzero(wanted)
+        if not len(places):
+            return []
+        with (self.folder / ROLLOUTS).open("rb") as file:
+            lines = [os.pread(file.fileno(), int(at["size"]), int(at["offset"])) for at in entries[places]]
+        try:
+            rows = [light_row(line) for line in lines] if light else decode_lines(lines)
+        except ValueError:
+            return []  # The run was resumed from before this step meanwhile, and its rows were cut off.
+        numbered = zip(rows, (int(at) for at in entries["row"][places]), strict=True)
+        return [{**found, "row": place} for found, place in numbered if found.get("step") == step]
 
     def rollouts(self, query: RolloutQuery) -> RolloutPage:
         """A page of the rollouts that a query selects: numbers, names of flags, and the beginnings of the texts."""

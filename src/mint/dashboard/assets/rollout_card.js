@@ -3,7 +3,7 @@
 
 import { el, number } from "./common.js";
 import { asText, longText, timeline, values } from "./timeline.js";
-import { hasPieces, spansOf, TokenBlock } from "./tokens.js";
+import { firstTokens, hasPieces, spansOf, TokenBlock } from "./tokens.js";
 
 const SHORT_FACT = 60;
 const TAGS = new Map([
@@ -35,15 +35,43 @@ export function advantageText(value) {
   return el("span", { class: `num sign ${sign}`, title: "advantage" }, text);
 }
 
+/**
+ * The samples with those that are equal in everything that a card shows behind the first of them.
+ * @param {any[]} rows @returns {any[][]}
+ */
+export function foldEqual(rows) {
+  const byContent = new Map();
+  for (const row of rows) {
+    const { text, tokens, reward, advantage, parts, error, flags, stop_reason, trace, info } = row;
+    const shown = (flags ?? []).filter((flag) => flag !== "duplicate");
+    const timeless = (trace ?? []).map((entry) => ({ ...entry, ms: 0 }));
+    const key = JSON.stringify([text, tokens, reward, advantage, parts, error, shown, stop_reason, timeless, info, row.is_shortened]);
+    byContent.set(key, [...(byContent.get(key) ?? []), row]);
+  }
+  return [...byContent.values()];
+}
+
+/** The facts of the grader that are 0 in every sample: they go into the details. @param {any[]} rows @returns {Set<string>} */
+export function zeroFacts(rows) {
+  const names = new Set(rows.flatMap((row) => Object.keys(row.info ?? {})));
+  return new Set([...names].filter((name) => rows.every((row) => (row.info?.[name] ?? 0) === 0)));
+}
+
 /** A sample's card. */
 export class Card {
   /**
    * @param {any} row a full row of the API
-   * @param {{place: number, partLimit: number, link: string, isLeftOut: boolean}} context its place by reward from 1,
-   *   the largest part in sight, its address, and whether others of its group were trained on and it was not
+   * @param {{place: number, partLimit: number, link: string, isLeftOut: boolean, count?: number, unfold?: () => void,
+   *   zeros?: Set<string>, blocks?: number, loadWhole?: () => void}} context its place by reward from 1, the largest part
+   *   in sight, its address, and whether others of its group were trained on and it was not; `count` equal samples stand
+   *   behind it, and `unfold` shows them; `blocks` cards are in sight; `loadWhole` gets the tokens that are not here
    */
-  constructor(row, { place, partLimit, link, isLeftOut }) {
+  constructor(row, { place, partLimit, link, isLeftOut, count = 1, unfold, zeros = new Set(), blocks = 1, loadWhole }) {
     this.row = row;
+    this.zeros = zeros;
+    this.first = firstTokens(blocks);
+    this.loadWhole = loadWhole;
+    this.fold = { count, unfold };
     /** @type {TokenBlock[]} */
     this.blocks = [];
     /** Whether the run has logged the texts of the tokens. */
@@ -66,7 +94,8 @@ export class Card {
 
   #head(place, link, isLeftOut) {
     const { row } = this;
-    const length = row.tokens?.length ?? 0;
+    const length = row.length ?? row.tokens?.length ?? 0;
+    const { count, unfold } = this.fold;
     const said = [`${length.toLocaleString("en-US")} tok`, row.stop_reason];
     if (row.turns > 1) said.push(`${row.turns} turns`);
     if (row.tool_calls) said.push(`${row.tool_calls} call${row.tool_calls === 1 ? "" : "s"}`);
@@ -74,9 +103,11 @@ export class Card {
       "header",
       { class: "sample-head" },
       el("a", { class: "sample-place muted num", href: link, title: "Link to this sample" }, `${place}`),
+      count > 1 && el("button", { type: "button", class: "button sample-count", "aria-expanded": "false", onclick: unfold,
+        title: `${count} equal samples: show each`, "aria-label": `${count} equal samples, show each` }, `${count} ×`),
       el("strong", { class: "sample-reward num", title: "reward" }, rewardText(row.reward)),
       advantageText(row.advantage ?? null),
-      ...tagsOf(row.flags ?? []),
+      ...tagsOf((row.flags ?? []).filter((flag) => flag !== "duplicate" || count === 1)),
       isLeftOut && el("span", { class: "tag" }, "not trained on"),
       el("span", { class: "sample-end muted small" }, said.filter(Boolean).join(" · ")),
     );
@@ -112,6 +143,10 @@ export class Card {
     if (spans.length && !isByTurn) box.append(this.#block(spans));
     if (trace.length) box.append(timeline(trace, isByTurn ? this.#turns(spans, lengths) : () => null));
     if (!box.childNodes.length) box.append(el("p", { class: "muted" }, "Nothing was sampled."));
+    if (row.is_shortened) {
+      box.append(el("button", { type: "button", class: "button more", onclick: this.loadWhole },
+        `load all: ${(row.length - row.tokens.length).toLocaleString("en-US")} more tokens`));
+    }
     return [box];
   }
 
@@ -126,13 +161,14 @@ export class Card {
   }
 
   #block(spans) {
-    const block = new TokenBlock(this.row, spans);
+    const block = new TokenBlock(this.row, spans, this.first);
     this.blocks.push(block);
     return block.element;
   }
 
   #facts() {
-    const facts = Object.entries(this.row.info ?? {}).filter(([, value]) => asText(value).length <= SHORT_FACT);
+    const facts = Object.entries(this.row.info ?? {})
+      .filter(([name, value]) => !this.zeros.has(name) && asText(value).length <= SHORT_FACT);
     if (!facts.length) return null;
     const list = el("dl", { class: "facts-line small", "aria-label": "What the grader says" });
     for (const [name, value] of facts) {
@@ -151,7 +187,8 @@ export class Card {
         "weights of step": row.policy_step ?? "–",
         sample: row.sample ?? "",
       };
-      const long = Object.entries(row.info ?? {}).filter(([, value]) => asText(value).length > SHORT_FACT);
+      const long = Object.entries(row.info ?? {})
+        .filter(([name, value]) => this.zeros.has(name) || asText(value).length > SHORT_FACT);
       fold.append(values({ ...facts, ...Object.fromEntries(long) }, "Details"));
       if (row.text) fold.append(el("div", { class: "muted" }, "text without special tokens"), longText(row.text, 2000));
     };

@@ -17,7 +17,7 @@ import {
   shortcut,
   showError,
 } from "./common.js";
-import { Card } from "./rollout_card.js";
+import { Card, foldEqual, zeroFacts } from "./rollout_card.js";
 import { Finder } from "./rollout_finder.js";
 import { button, columnTitle, copyButton, groupHead, itemHead, promptFold } from "./rollout_heads.js";
 import { groupEntry, hasSignal, rangeOf, resultEntry, visitChart } from "./rollout_lists.js";
@@ -27,6 +27,7 @@ import { makeScale, MODES } from "./tokens.js";
 
 const RUN = pageData().run ?? "";
 const PAGE_SIZE = 50;
+const LISTED_GROUPS = 100;
 const NARROW_PX = 760;
 const WIDEST_CHART_PX = 900;
 const KEPT_ANSWERS = 40;
@@ -35,12 +36,14 @@ const UNREADABLE = "This run did not write down what its token ids say.";
 /** @type {number[]} */
 let steps = [];
 let state = readState(query());
-/** @type {{step: number|null, groups: any[]}} */
+/** @type {{step: number|null, groups: any[], shown?: number}} */
 let listed = { step: null, groups: [] };
 /** @type {Card[]} */
 let cards = [];
 /** A key for what the stage shows: it is drawn again only if the key changes. */
 let staged = "";
+/** The first samples of folds that the reader has opened, as `step/group/row`. @type {Set<string>} */
+const unfolded = new Set();
 let resultsOf = "";
 let marked = "";
 /** The latest answers by what was asked; what a step wrote does not change. @type {Map<string, Promise<any>>} */
@@ -143,7 +146,9 @@ function drawGroups() {
   find("#export").href = apiUrl(runPath(RUN, "rollouts.jsonl"), { step: state.step });
   find("#export").hidden = false;
   const range = rangeOf(groups);
-  const entries = (state.signal ? withSignal : groups).map((group) =>
+  const all = state.signal ? withSignal : groups;
+  const upTo = Math.max(LISTED_GROUPS, listed.shown ?? 0, all.findIndex((group) => group.group === state.group) + 1);
+  const entries = all.slice(0, upTo).map((group) =>
     groupEntry(group, range, linkTo({ group: group.group, row: null, visits: null, picks: [] })),
   );
   const focused = findAll("#entries .entry").indexOf(document.activeElement);
@@ -151,6 +156,13 @@ function drawGroups() {
   if (focused >= 0) find(".entry", entries[focused] ?? document.createElement("li"))?.focus({ preventScroll: true });
   const why = groups.length ? "No group of this step carries a signal." : "Nothing was rolled out yet.";
   if (!entries.length) find("#entries").append(el("li", { class: "empty" }, why));
+  if (upTo < all.length) {
+    const more = button(`more: ${all.length - upTo} groups to go`, () => {
+      listed.shown = upTo + LISTED_GROUPS;
+      drawGroups();
+    });
+    find("#entries").append(el("li", { class: "entries-more" }, more));
+  }
   markEntry();
 }
 
@@ -261,15 +273,34 @@ function drawCards(columns) {
   pointer.hide();
   const rows = columns.flatMap((column) => column.rows);
   const partLimit = Math.max(0, ...rows.flatMap((row) => Object.values(row.parts ?? {}).map(Math.abs)));
+  const zeros = zeroFacts(rows);
   const boxes = columns.map(({ rows: own, title }) => {
     const isTrained = own.some((row) => row.used);
     const box = el("div", { class: title ? "column" : "samples-grid" }, title);
-    own.forEach((row, place) => {
-      const link = linkTo({ step: row.step, group: row.group, row: row.row, visits: null, picks: [] });
-      const card = new Card(row, { place: place + 1, partLimit, link, isLeftOut: isTrained && !row.used });
-      cards.push(card);
-      box.append(card.element);
-    });
+    for (const equal of foldEqual(own)) {
+      const [first] = equal;
+      const key = `${first.step}/${first.group}/${first.row}`;
+      const isNamed = equal.some((row) => row !== first && state.visits === null && row.row === state.row);
+      const shown = unfolded.has(key) || isNamed ? equal : [first];
+      const unfold = () => {
+        unfolded.add(key);
+        drawCards(columns);
+        drawColours();
+        find(`.sample[data-row="${equal[1].row}"] a`)?.focus();
+      };
+      for (const row of shown) {
+        const link = linkTo({ step: row.step, group: row.group, row: row.row, visits: null, picks: [] });
+        const loadWhole = () => ask(`rollouts/${row.step}/${row.row}`).then((whole) => {
+          Object.assign(row, whole, { is_shortened: false });
+          drawCards(columns);
+          drawColours();
+        }).catch(showError);
+        const card = new Card(row, { place: own.indexOf(row) + 1, partLimit, link, isLeftOut: isTrained && !row.used,
+          count: shown.length === 1 ? equal.length : 1, unfold, zeros, blocks: rows.length, loadWhole });
+        cards.push(card);
+        box.append(card.element);
+      }
+    }
     return box;
   });
   const grid = find("#samples");

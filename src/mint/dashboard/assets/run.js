@@ -2,7 +2,7 @@
 // Knows the cells of run.html by their `data-cell`; charts.js draws.
 
 import {
-  age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, pageData, percent, query, runPath,
+  age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, number, pageData, percent, query, runPath,
   searchKey, setQuery, shortcut, showError, showState, stateText,
 } from "./common.js";
 import { DASHES, swatch } from "./chart_paint.js";
@@ -13,6 +13,10 @@ import { chartOf, CHARTS, taskCharts } from "./run_charts.js";
 /** @typedef {import("./run_data.js").Axis} Axis */
 
 const LIVE_RUNS = 4;
+const LONGEST_SETTING = 60;
+const OFFERED_RUNS = 20;
+/** Steps that a chart gets at once; of a longer run every nth, and a zoom asks for those between. */
+const POINTS = 1000;
 const single = pageData().run ?? null;
 /** @type {string[]} */
 let names = JSON.parse(pageData().runs ?? "[]");
@@ -37,6 +41,7 @@ const board = new Board({
   onZoom: (zoom) => {
     setQuery({ zoom: zoom ? zoom.map((place) => Number(place.toPrecision(6))).join("~") : "" });
     find("#whole").hidden = !zoom;
+    refine(zoom);
   },
 });
 
@@ -47,11 +52,21 @@ function zoomFrom(text) {
   return ends.length === 2 && ends[0] < ends[1] ? /** @type {[number, number]} */ (ends) : null;
 }
 
+/** Loads the steps between those that are there, for long runs of which only every nth is. */
+const refine = afterPause((zoom) => {
+  const thinned = board.runs.filter((run) => run.every > 1 || run.isPart);
+  if (!thinned.length) return;
+  Promise.all(thinned.map(async (run) => {
+    const range = zoom ? { since: Math.max(0, run.stepAt(zoom[0], board.axis) - run.every), until: run.stepAt(zoom[1], board.axis) + run.every } : {};
+    run.replace(await getJson(runPath(run.name, "columns"), { query: { ...range, points: POINTS } }), Boolean(zoom));
+  })).then(() => board.changed()).catch(showError);
+}, 150);
+
 /* runs */
 
 async function load(name) {
   if (loaded.has(name)) return;
-  const [columns, { config }] = await Promise.all([getJson(runPath(name, "columns")), single ? { config: {} } : getJson(runPath(name))]);
+  const [columns, { config }] = await Promise.all([getJson(runPath(name, "columns"), { query: { points: POINTS } }), single ? { config: {} } : getJson(runPath(name))]);
   loaded.set(name, new RunData(name, columns));
   configs.set(name, config);
 }
@@ -70,6 +85,7 @@ async function showRuns() {
   runs.forEach((run) => showSummary(run));
   if (!single) showCompared(runs);
   follow();
+  if (board.zoom) refine(board.zoom);
   find("#charts").setAttribute("aria-busy", "false");
 }
 
@@ -114,7 +130,7 @@ function listenTo(run) {
       grown(run);
     },
     // The log was cut back to a checkpoint, so the data of this page is out of date.
-    reset: () => getJson(runPath(run.name, "columns")).then((answer) => {
+    reset: () => getJson(runPath(run.name, "columns"), { query: { points: POINTS } }).then((answer) => {
       loaded.set(run.name, Object.assign(run, new RunData(run.name, answer)));
       grown(run);
     }).catch(showError),
@@ -194,17 +210,43 @@ function showCompared(runs) {
     el("td", { class: "num" }, fixed(summary.heldout?.mean), " ",
       el("span", { class: "muted" }, summary.heldout ? `[${fixed(summary.heldout.low)}, ${fixed(summary.heldout.high)}]` : "")),
     el("td", { class: "num" }, compact(summary.tokens_per_s)),
-    el("td", { class: "wrap small" }, el("div", {}, differing.map((key) => `${key} ${settingText(configs.get(name)?.[key])}`).join(" · ") || "nothing")),
+    el("td", { class: "wrap small" }, el("div", {}, differenceList(differing, configs.get(name) ?? {}))),
     el("td", {}, el("button", { type: "button", class: "button button--plain", "aria-label": `Take ${name} out`, onclick: () => takeOut(name) }, "×")))));
 }
 
-/** The settings that differ between the runs. */
+/** The settings that differ between the runs, those inside of others by their path. */
 function differences(runs) {
-  const keys = new Set(runs.flatMap(({ name }) => Object.keys(configs.get(name) ?? {})));
-  return [...keys].filter((key) => new Set(runs.map(({ name }) => settingText(configs.get(name)?.[key]))).size > 1);
+  const flat = runs.map(({ name }) => flatSettings(configs.get(name) ?? {}));
+  const keys = new Set(flat.flatMap((settings) => [...settings.keys()]));
+  return [...keys].filter((key) => new Set(flat.map((settings) => settings.get(key))).size > 1);
 }
 
-const settingText = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? NONE);
+/** Names and values as a list; what is long is folded. @param {string[]} keys @param {Record<string, unknown>} config */
+function differenceList(keys, config) {
+  if (!keys.length) return "nothing";
+  const settings = flatSettings(config);
+  const items = keys.map((key) => el("div", {}, el("dt", {}, key), el("dd", { class: "mono", title: settings.get(key) ?? "not set" },
+    shortened(settings.get(key) ?? NONE))));
+  return el("dl", { class: "differing" }, ...items);
+}
+
+const shortened = (text) => (text.length > LONGEST_SETTING ? `${Array.from(text).slice(0, LONGEST_SETTING).join("")}…` : text);
+
+/** Settings by path, each value as text: `task_spec.seed` for what lies inside of another. @returns {Map<string, string>} */
+function flatSettings(config, path = "", found = new Map()) {
+  for (const [key, value] of Object.entries(config)) {
+    const name = path + key;
+    if (value !== null && typeof value === "object" && !Array.isArray(value)) flatSettings(value, `${name}.`, found);
+    else found.set(name, settingText(value));
+  }
+  return found;
+}
+
+function settingText(value) {
+  if (Array.isArray(value)) return value.map(settingText).join(", ") || "none";
+  if (value === null || value === undefined) return "none";
+  return typeof value === "boolean" ? (value ? "yes" : "no") : typeof value === "number" ? number(value) : String(value);
+}
 
 function takeOut(name) {
   names = names.filter((other) => other !== name);
@@ -212,20 +254,24 @@ function takeOut(name) {
   showRuns();
 }
 
+/** Offers the newest runs whose names, tasks or models have what is typed. */
 async function offerRuns() {
-  const { runs } = await getJson("runs");
-  const others = runs.filter(({ name }) => !names.includes(name)).sort((a, b) => (b.began_at ?? 0) - (a.began_at ?? 0));
-  const select = find("#add-run");
-  select.replaceChildren(select.firstElementChild, ...others.map(({ name, task, began_at }) => el("option", { value: name }, `${name} · ${task ?? NONE} · ${age(began_at)} ago`)));
+  const { runs } = await getJson("runs", { query: { q: find("#add-run").value, limit: OFFERED_RUNS } });
+  const others = runs.filter(({ name }) => !names.includes(name));
+  find("#other-runs").replaceChildren(...others.map(({ name, task, began_at }) =>
+    el("option", { value: name }, `${task || NONE} · ${age(began_at)} ago`)));
 }
 
 function addRun(name) {
-  if (!name) return;
+  if (!findAll("#other-runs option").some(({ value }) => value === name)) return;
+  find("#add-run").value = "";
   if (single) return location.assign(`/compare?${new URLSearchParams([["run", single], ["run", name]])}`);
   names.push(name);
   setQuery({ run: names });
   return showRuns().then(offerRuns);
 }
+
+const offerSoon = afterPause(() => offerRuns().catch(showError));
 
 /* charts */
 
@@ -310,6 +356,7 @@ find("#whole").hidden = !board.zoom;
 find("#metric").addEventListener("change", chooseMetric);
 find("#metric").addEventListener("input", (event) => event.inputType === "insertReplacementText" && chooseMetric());
 find("#add-run").addEventListener("change", (event) => addRun(event.target.value));
+find("#add-run").addEventListener("input", (event) => (event.inputType === "insertReplacementText" ? addRun(event.target.value) : offerSoon()));
 searchKey(find("#metric"));
 shortcut("a", "Step or time axis", () => setAxis(board.axis === "step" ? "time" : "step"));
 shortcut("s", "Smooth more", () => setSmoothing(Math.min(0.98, Number((board.smoothing + 0.1).toFixed(2)))));

@@ -23,7 +23,23 @@ export class RunData {
     this.findings = findings;
     this.summary = summary;
     this.cursor = cursor;
+    /** Whether only a part of the steps is there, because the reader has zoomed in. */
+    this.isPart = false;
     /** @type {number[]} */
+    this.elapsed = [];
+    this.#countSeconds();
+  }
+
+  /** The distance between two steps: more than 1 in a long run, of which only every nth step is there. */
+  get every() {
+    const { steps } = this;
+    return steps.length > 2 ? Math.max(1, steps[1] - steps[0]) : 1;
+  }
+
+  /** Takes other steps of the same run. @param {{columns: Record<string, (number | null)[]>}} answer @param {boolean} isPart */
+  replace({ columns }, isPart) {
+    this.columns = columns;
+    this.isPart = isPart;
     this.elapsed = [];
     this.#countSeconds();
   }
@@ -51,7 +67,7 @@ export class RunData {
   /** Adds a step; one that is there already is left as it is. @param {Record<string, number>} metrics */
   append(metrics) {
     const steps = this.steps;
-    if (steps.length && metrics.step <= steps[steps.length - 1]) return;
+    if (this.isPart || (steps.length && metrics.step <= steps[steps.length - 1])) return;
     for (const name of Object.keys(metrics)) this.columns[name] ??= new Array(steps.length).fill(null);
     for (const name of Object.keys(this.columns)) this.columns[name].push(metrics[name] ?? null);
     this.#countSeconds();

@@ -1,9 +1,9 @@
-// The table of runs: sorts, filters and compares. Events from the server change single rows, so that the reader's order and
-// ticks stay. Knows the cells of runs.html by their `data-cell`.
+// The table of runs, a page at a time: the server sorts and filters, rows are changed in place, and ticks stay from page to
+// page. Knows the cells of runs.html by their `data-cell`.
 
 import {
   age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
-  isRunning, setQuery, shortcut, showError, showRunning, showState, walkRows,
+  isRunning, pageData, setQuery, shortcut, showError, showRunning, showState, walkRows,
 } from "./common.js";
 
 /**
@@ -15,33 +15,30 @@ import {
 
 const SEVERITIES = ["error", "warning", "info"];
 const SPARK_POINTS = 64;
-
-/** What a column is sorted by; text compares as text. @type {Record<string, (run: Summary) => string | number | null>} */
-const SORT_BY = {
-  name: (run) => run.name,
-  state: (run) => run.state,
-  task: (run) => run.task,
-  model: (run) => run.base_model,
-  step: (run) => run.step,
-  reward: (run) => run.reward,
-  best: (run) => run.best_reward,
-  heldout: (run) => run.heldout?.mean ?? null,
-  success: (run) => run.success,
-  rate: (run) => run.tokens_per_s,
-  findings: (run) => SEVERITIES.reduce((sum, severity) => sum * 1000 + (run.findings[severity] ?? 0), 0),
-  age: (run) => (run.began_at === null ? null : -run.began_at),
-};
+const READING_MS = 700;
 const DESCENDS_FIRST = new Set(["step", "reward", "best", "heldout", "success", "rate", "findings"]);
+const LIMIT = Number(pageData().limit);
 
-/** @type {Map<string, {row: HTMLElement, run: Summary, drawn: number}>} */
+/** The runs of this page, in order. @type {Map<string, {row: HTMLElement, run: Summary, drawn: number}>} */
 const known = new Map();
+/** The ticked runs, on this page and on others. @type {Set<string>} */
+const ticked = new Set();
 const body = /** @type {HTMLElement} */ (find("#rows"));
 const filterBox = /** @type {HTMLInputElement} */ (find("#filter"));
 const stateBox = /** @type {HTMLSelectElement} */ (find("#state"));
-let sort = query().get("sort") ?? "age";
+let sort = query().get("sort") || "age";
+let offset = Number(query().get("offset")) || 0;
+/** The number of the last request: an older answer is not shown over a newer one. */
+let asked = 0;
 
-/** Shows a new list from the server: changes rows in place, adds new ones, removes missing ones. */
-function take(/** @type {Summary[]} */ runs) {
+/** What this page shows, as the API takes it. */
+const wanted = () => ({ q: filterBox.value.trim(), state: stateBox.value, sort: sort === "age" ? "" : sort, offset: offset || "" });
+
+/**
+ * Shows a page of the list: changes rows in place, adds new ones, removes others.
+ * @param {{runs: Summary[], found: number, total: number, offset: number, is_whole: boolean}} answer
+ */
+function take({ runs, found, total, offset: first, is_whole: isWhole }) {
   const names = new Set(runs.map((run) => run.name));
   for (const [name, { row }] of known) {
     if (!names.has(name)) {
@@ -49,14 +46,42 @@ function take(/** @type {Summary[]} */ runs) {
       known.delete(name);
     }
   }
+  let place = body.firstElementChild;
   for (const run of runs) {
     const entry = known.get(run.name) ?? { row: rowOf(run.name), run, drawn: -1 };
     entry.run = run;
+    known.delete(run.name); // so that the order is that of the page
     known.set(run.name, entry);
     fill(entry.row, run);
+    if (entry.row === place) place = place.nextElementSibling;
+    else body.insertBefore(entry.row, place);
   }
   showRunning(runs.some(isRunning));
-  arrange();
+  find("#count").textContent = isWhole ? (found === total ? `${total} runs` : `${found} of ${total} runs`)
+    : `reading runs: ${found} of ${total} so far`;
+  find("#empty").hidden = runs.length > 0 || !isWhole;
+  if (total && !found) find("#empty").textContent = "No run fits this filter.";
+  showPager(first, runs.length, found);
+  showTicked();
+}
+
+function showPager(first, count, found) {
+  const isLast = first + LIMIT >= found;
+  find("#pager").hidden = first === 0 && isLast;
+  find("#page-place").textContent = `${count ? first + 1 : 0}–${first + count} of ${found}`;
+  for (const [id, to, isEnd] of [["#page-before", Math.max(0, first - LIMIT), first === 0], ["#page-after", first + LIMIT, isLast]]) {
+    const link = find(id);
+    link.dataset.offset = to;
+    link.setAttribute("aria-disabled", String(isEnd));
+    link.tabIndex = isEnd ? -1 : 0;
+  }
+}
+
+/** Another part of the list, from its beginning unless a place is given. */
+function ask(to = 0) {
+  offset = to;
+  rememberQuery();
+  return refresh();
 }
 
 function rowOf(name) {
@@ -73,7 +98,11 @@ function rowOf(name) {
 }
 
 function prepare(row) {
-  find("input[type=checkbox]", row).addEventListener("change", showTicked);
+  find("input[type=checkbox]", row).addEventListener("change", (event) => {
+    if (event.target.checked) ticked.add(row.dataset.run);
+    else ticked.delete(row.dataset.run);
+    showTicked();
+  });
   seen.observe(row);
   return row;
 }
@@ -93,48 +122,18 @@ function fill(row, run) {
   cell("success").textContent = percent(run.success);
   cell("rate").textContent = compact(run.tokens_per_s);
   cell("age").textContent = age(run.began_at);
-  cell("findings").replaceChildren(...SEVERITIES.filter((severity) => run.findings[severity]).map((severity) =>
+  const found = SEVERITIES.some((severity) => run.findings[severity]);
+  cell("findings").title = `Diagnosis of ${run.name}`;
+  cell("findings").replaceChildren(found ? "" : el("span", { class: "muted" }, "none"), ...SEVERITIES.filter((severity) => run.findings[severity]).map((severity) =>
     el("span", { class: `tag tag--${severity}`, title: `${run.findings[severity]} of severity ${severity}` }, run.findings[severity])).flatMap((tag) => [tag, " "]));
-}
-
-/** Sorts and filters the rows; a row that keeps its place is not moved. */
-function arrange() {
-  const entries = [...known.values()].sort((a, b) => compare(a.run, b.run));
-  let shown = 0;
-  let place = body.firstElementChild;
-  for (const { row, run } of entries) {
-    row.hidden = !fits(run);
-    shown += Number(!row.hidden);
-    if (row === place) place = place.nextElementSibling;
-    else body.insertBefore(row, place);
-  }
-  find("#count").textContent = shown === known.size ? `${shown} runs` : `${shown} of ${known.size} runs`;
-  find("#empty").hidden = shown > 0;
-  if (known.size && !shown) find("#empty").textContent = "No run fits this filter.";
-  showTicked();
-}
-
-function compare(a, b) {
-  const key = sort.replace(/^-/, "");
-  const [x, y] = [SORT_BY[key]?.(a) ?? null, SORT_BY[key]?.(b) ?? null];
-  if (x === null || y === null) return Number(x === null) - Number(y === null) || a.name.localeCompare(b.name);
-  const order = typeof x === "string" ? x.localeCompare(String(y), "en", { numeric: true }) : x - Number(y);
-  return (sort.startsWith("-") ? -order : order) || a.name.localeCompare(b.name);
-}
-
-function fits(run) {
-  const words = filterBox.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = `${run.name} ${run.task} ${run.base_model} ${run.state}`.toLowerCase();
-  return (!stateBox.value || run.state === stateBox.value) && words.every((word) => text.includes(word));
 }
 
 function sortBy(key) {
   const first = DESCENDS_FIRST.has(key) ? `-${key}` : key;
   const other = first.startsWith("-") ? key : `-${key}`;
   sort = sort === first ? other : first;
-  setQuery({ sort: sort === "age" ? "" : sort });
   showSort();
-  arrange();
+  ask();
 }
 
 function showSort() {
@@ -145,20 +144,19 @@ function showSort() {
   }
 }
 
-const ticked = () => [...known.values()].filter(({ row }) => find("input", row).checked).map(({ run }) => run.name);
-
 function showTicked() {
-  for (const { row } of known.values()) row.setAttribute("aria-selected", String(find("input", row).checked));
-  const names = ticked();
-  find("#compare").disabled = names.length < 2;
-  find("#compare").textContent = names.length > 1 ? `Compare ${names.length}` : "Compare";
-  find("#compare").title = names.length > 1 ? "" : "Tick two or more runs";
-  find("#untick").hidden = names.length === 0;
+  for (const [name, { row }] of known) {
+    row.setAttribute("aria-selected", String(ticked.has(name)));
+    find("input", row).checked = ticked.has(name);
+  }
+  find("#compare").disabled = ticked.size < 2;
+  find("#compare").textContent = ticked.size > 1 ? `Compare ${ticked.size}` : "Compare";
+  find("#compare").title = ticked.size > 1 ? "" : "Tick two or more runs";
+  find("#untick").hidden = ticked.size === 0;
 }
 
 function openCompare() {
-  const names = ticked();
-  if (names.length > 1) location.assign(`/compare?${new URLSearchParams(names.map((name) => ["run", name]))}`);
+  if (ticked.size > 1) location.assign(`/compare?${new URLSearchParams([...ticked].map((name) => ["run", name]))}`);
 }
 
 /* Sparklines: asked for when a row is seen, and again when its run has gone on. */
@@ -186,7 +184,7 @@ async function drawNext() {
 }
 
 async function drawSpark({ row, run }) {
-  const { columns } = await getJson(runPath(run.name, "columns"), { query: { names: "reward/mean" } });
+  const { columns } = await getJson(runPath(run.name, "columns"), { query: { names: "reward/mean", points: SPARK_POINTS * 4 } });
   const values = thinned((columns["reward/mean"] ?? []).filter((value) => value !== null));
   if (values.length < 2) return;
   const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -214,35 +212,44 @@ function redrawChanged() {
   drawNext();
 }
 
-const refresh = () => getJson("runs").then(({ runs }) => {
-  take(runs);
-  redrawChanged();
-}).catch(showError);
+async function refresh() {
+  const own = ++asked;
+  try {
+    const answer = await getJson("runs", { query: wanted() });
+    if (own !== asked) return;
+    take(answer);
+    redrawChanged();
+    if (!answer.is_whole) setTimeout(() => own === asked && refresh(), READING_MS);
+  } catch (error) {
+    showError(error);
+  }
+}
+
+const rememberQuery = afterPause(() => setQuery(wanted()));
+const askSoon = afterPause(() => ask(), 120);
 
 filterBox.value = query().get("q") ?? "";
 stateBox.value = query().get("state") ?? "";
-filterBox.addEventListener("input", () => {
-  arrange();
-  rememberFilter();
-});
-stateBox.addEventListener("change", () => {
-  arrange();
-  rememberFilter();
-});
-const rememberFilter = afterPause(() => setQuery({ q: filterBox.value.trim(), state: stateBox.value }));
+filterBox.addEventListener("input", askSoon);
+stateBox.addEventListener("change", () => ask());
 for (const head of findAll("th[data-key]")) head.addEventListener("click", () => sortBy(head.dataset.key));
+for (const link of findAll("#pager a")) {
+  link.addEventListener("click", (event) => {
+    event.preventDefault();
+    if (link.getAttribute("aria-disabled") !== "true") ask(Number(link.dataset.offset)).then(() => scrollTo(0, 0));
+  });
+}
 find("#compare").addEventListener("click", openCompare);
 find("#untick").addEventListener("click", () => {
-  for (const { row } of known.values()) find("input", row).checked = false;
+  ticked.clear();
   showTicked();
 });
 searchKey(filterBox);
-walkRows(() => findAll("tr[data-run]", body).filter((row) => !row.hidden));
+walkRows(() => findAll("tr[data-run]", body));
 shortcut("c", "Compare the ticked runs", openCompare);
+shortcut("]", "Next page", () => find("#page-after").click());
+shortcut("[", "Page before", () => find("#page-before").click());
 showSort();
 await refresh();
-listen("runs/events", { runs: ({ runs }) => {
-  take(runs);
-  redrawChanged();
-} }, { opened: refresh });
+listen("runs/events", { runs: refresh }, { opened: refresh });
 setInterval(() => known.forEach(({ row, run }) => (find("[data-cell=age]", row).textContent = age(run.began_at))), 15000);

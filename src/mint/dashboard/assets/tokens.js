@@ -15,6 +15,9 @@
 export const MODES = ["advantage", "logprob", "entropy", "none"];
 const FIRST_TOKENS = 400;
 const MORE_TOKENS = 2000;
+/** All blocks of a page begin with about this many tokens together. */
+const FIRST_TOKENS_TOGETHER = 2400;
+const LEAST_TOKENS = 60;
 const LONGEST_JOIN = 8;
 const PROBABILITIES = [0.9, 0.5, 0.2, 0.05, 0.01];
 const ENTROPIES = [0.1, 0.5, 1, 2, 3];
@@ -234,12 +237,21 @@ export function describe(row, span) {
   return pairs;
 }
 
-/** The spans of some tokens of one rollout: the first part at once, more when scrolled to. */
+/** The tokens that a block begins with where `blocks` stand side by side. @param {number} blocks */
+export const firstTokens = (blocks) => Math.max(LEAST_TOKENS, Math.min(FIRST_TOKENS, Math.floor(FIRST_TOKENS_TOGETHER / Math.max(1, blocks))));
+
+/**
+ * The spans of some tokens of one rollout: the first part at once, more when scrolled to, and never more than a window of
+ * `MORE_TOKENS`, because a browser is slow with tens of thousands of elements.
+ */
 export class TokenBlock {
-  /** @param {Row} row @param {Span[]} spans */
-  constructor(row, spans) {
+  /** @param {Row} row @param {Span[]} spans @param {number} [first] how many are shown at once */
+  constructor(row, spans, first = FIRST_TOKENS) {
     this.row = row;
     this.spans = spans;
+    this.first = first;
+    /** The spans from `from` to before `shown` are in the page. */
+    this.from = 0;
     this.shown = 0;
     this.scale = makeScale("none", []);
     this.element = document.createElement("div");
@@ -251,12 +263,17 @@ export class TokenBlock {
     this.more.className = "button more";
     this.more.type = "button";
     this.more.addEventListener("click", () => this.extend(MORE_TOKENS));
-    this.extend(FIRST_TOKENS);
+    this.before = document.createElement("button");
+    this.before.className = "button more";
+    this.before.type = "button";
+    this.before.addEventListener("click", () => this.#show(Math.max(0, this.from - MORE_TOKENS)));
+    this.extend(first);
   }
 
-  /** Shows `count` more spans. @param {number} count */
+  /** Shows `count` more spans; where the window is full, the next window. @param {number} count */
   extend(count) {
-    const end = Math.min(this.spans.length, this.shown + count);
+    if (this.shown - this.from >= MORE_TOKENS) return this.#show(this.shown);
+    const end = Math.min(this.spans.length, this.shown + count, this.from + MORE_TOKENS);
     const fragment = document.createDocumentFragment();
     for (; this.shown < end; this.shown++) fragment.append(this.#make(this.shown));
     this.more.remove();
@@ -267,10 +284,22 @@ export class TokenBlock {
     this.#watch();
   }
 
+  /** Shows the window that begins at a span. @param {number} from */
+  #show(from) {
+    this.from = this.shown = from;
+    this.element.replaceChildren();
+    if (from) {
+      this.before.textContent = `show the ${Math.min(from, MORE_TOKENS).toLocaleString("en")} tokens before`;
+      this.element.append(this.before);
+    }
+    this.extend(MORE_TOKENS);
+    this.element.scrollTop = 0;
+  }
+
   /** Colours every span that is shown; later ones get the same scale. @param {Scale} scale */
   colour(scale) {
     this.scale = scale;
-    for (const element of this.element.children) if (element !== this.more) this.#paint(element);
+    for (const element of this.element.children) if (element.hasAttribute("data-place")) this.#paint(element);
   }
 
   /** The span under an element of this block. @param {Element} element @returns {Span|null} */
@@ -304,6 +333,7 @@ export class TokenBlock {
     this.watcher = new IntersectionObserver((entries) => {
       if (entries.some((entry) => entry.isIntersecting)) this.extend(MORE_TOKENS);
     });
-    if (this.shown > FIRST_TOKENS) this.watcher.observe(this.more);
+    const isFull = this.shown - this.from >= MORE_TOKENS;
+    if (this.shown > this.first && !isFull) this.watcher.observe(this.more);
   }
 }

@@ -1,0 +1,142 @@
+"""The list of runs in pages: filtered, sorted, and answered in time however many runs there are.
+
+A pass over all runs takes longer the more there are; the first one, which reads every folder, takes seconds for
+thousands. A request waits `WAIT_S` for a pass that runs in a thread, and then answers with what is known so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mint.dashboard.run_readers import RunReaders
+from mint.errors import InvalidRequestError
+from mint.runs.reader import RunSummary
+
+log = logging.getLogger("mint.dashboard")
+
+WAIT_S = 0.1
+PAGE_RUNS = 50
+MAX_PAGE_RUNS = 200
+
+SEVERITIES = ("error", "warning", "info")
+
+
+def _most_severe(run: RunSummary) -> tuple[int, ...]:
+    return tuple(run.findings.get(severity, 0) for severity in SEVERITIES)
+
+
+SORT_BY: dict[str, Callable[[RunSummary], Any]] = {
+    "name": lambda run: run.name.casefold(),
+    "state": lambda run: run.state,
+    "task": lambda run: run.task.casefold(),
+    "model": lambda run: run.base_model.casefold(),
+    "step": lambda run: run.step,
+    "reward": lambda run: run.reward,
+    "best": lambda run: run.best_reward,
+    "heldout": lambda run: None if run.heldout is None else run.heldout["mean"],
+    "success": lambda run: run.success,
+    "rate": lambda run: run.tokens_per_s,
+    "findings": _most_severe,
+    "age": lambda run: -run.began_at,
+}
+"""What a column is sorted by; a run without a value comes last in either direction."""
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """`sort` is a column of `SORT_BY`, descending with a `-` before it; `words` must all occur in name, task, model or
+    state."""
+
+    words: tuple[str, ...] = ()
+    state: str = ""
+    sort: str = "age"
+    offset: int = 0
+    limit: int = PAGE_RUNS
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """`found` is how many runs fit the query, `total` how many there are. Not `is_whole`: some were not read yet."""
+
+    runs: list[RunSummary]
+    found: int
+    total: int
+    offset: int
+    is_whole: bool
+
+
+def parse_sort(text: str) -> str:
+    """A sort order of a request; the newest first for an empty text.
+
+    Raises:
+        InvalidRequestError: it names no column.
+    """
+    if text.removeprefix("-") not in SORT_BY and text:
+        raise InvalidRequestError("is not a column", field="sort", value=text, remedy=f"Use {', '.join(SORT_BY)}")
+    return text or "age"
+
+
+def select_runs(runs: Iterable[RunSummary], query: RunQuery) -> list[RunSummary]:
+    """The runs that fit a query, in its order; `offset` and `limit` are not applied."""
+    found = [run for run in runs if _fits(run, query)]
+    value = SORT_BY[query.sort.removeprefix("-")]
+    present = [(value(run), run) for run in found]
+    known = [(key, run) for key, run in present if key is not None]
+    known.sort(key=lambda pair: pair[1].name)
+    known.sort(key=lambda pair: pair[0], reverse=query.sort.startswith("-"))
+    return [run for _, run in known] + [run for key, run in present if key is None]
+
+
+def _fits(run: RunSummary, query: RunQuery) -> bool:
+    state = "stale" if run.is_stale else run.state
+    if query.state and query.state != state:
+        return False
+    text = " ".join((run.name, run.task, run.base_model, state)).casefold()
+    return all(word in text for word in query.words)
+
+
+class RunList:
+    """All runs as they were last read. Thread-safe."""
+
+    def __init__(self, readers: RunReaders) -> None:
+        self._readers = readers
+        self._lock = threading.Lock()
+        self._pass: _Pass | None = None
+
+    def page(self, query: RunQuery) -> RunPage:
+        """A page of the runs that fit a query."""
+        is_whole = self.refresh()
+        known = self._readers.known()
+        found = select_runs(known, query)
+        total = len(known) if is_whole else self._readers.count()
+        rows = found[query.offset : query.offset + query.limit]
+        return RunPage(rows, len(found), total, query.offset, is_whole)
+
+    def refresh(self, wait_s: float = WAIT_S) -> bool:
+        """Begins a pass over all runs, unless one is under way, and waits for it. Returns whether it is done."""
+        with self._lock:
+            current = self._pass
+            if current is None or current.is_over.is_set():
+                current = self._pass = _Pass(self._readers)
+        return current.is_over.wait(wait_s)
+
+
+class _Pass:
+    """One look at every run, in a thread of its own."""
+
+    def __init__(self, readers: RunReaders) -> None:
+        self.is_over = threading.Event()
+        self._readers = readers
+        threading.Thread(target=self._work, name="mint-dashboard-runs", daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            self._readers.summaries()
+        except Exception:  # the boundary of the thread: those who wait must go on, and the log must say why
+            log.exception("the list of runs could not be read")
+        finally:
+            self.is_over.set()
