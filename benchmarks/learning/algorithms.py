@@ -1,12 +1,15 @@
 """Each algorithm of docs/rl.md on the case that it is for, beside the default, on the bundled model.
 
-    python -m benchmarks.learning.algorithms [CASE …] [--arm NAME …] [--seeds N] [--steps N]
+    python -m benchmarks.learning.algorithms [CASE …] [--arm NAME …] [--first-seed N] [--seeds N] [--steps N]
 
 stale      sampling weights that are 4 steps old, at 4/3 of the learning rate of the math demo
+older      sampling weights that are 8 steps old; one arm takes the samples for those of the newest weights
 ahead      rewards that take 2 s: in turns with training, and at most 1 and 3 steps ahead of it
 overlong   a reward that grows with the length, and a limit that cuts answers off
 entropy    math at a learning rate that collapses the entropy
 rare       an answer that the model gives in about one of 100 completions, and items that come back
+rarer      32 samples a step, of which one in 500 succeeds, and 16 items
+tempting   half the reward for an answer that half of the completions give, all of it for one in 500
 epochs     as many samples, trained on once or twice
 pairs      groups of 2, of which most are all right or all wrong
 tail       sampling at temperature 1.5, with and without top_p
@@ -20,6 +23,7 @@ import argparse
 import asyncio
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -93,6 +97,44 @@ class Rare(Sums):
         return item.op == "+" and item.a % 10 + item.b % 10 < 10
 
 
+class Rarer(Sums):
+    """Pays for the difference and 20, which the model gives in about one of 500 completions at temperature 1.3."""
+
+    def build_dataset(self) -> Sequence[Any]:
+        """16 subtractions. Each comes back every second step of 8 items."""
+        return [item for item in self.math.build_dataset() if is_subtraction(item)][:16]
+
+    def build_heldout(self) -> Sequence[Any]:
+        """Others of that kind."""
+        return [item for item in self.math.build_heldout() if is_subtraction(item)]
+
+    def compute_reward(self, response: str, item: Any) -> float:
+        """1 for the value and 20."""
+        return float(response.strip() == str(item.value + 20))
+
+
+class Tempting(Rarer):
+    """The same, and half the reward for the right difference, which half of the completions give."""
+
+    def build_dataset(self) -> Sequence[Any]:
+        """All subtractions."""
+        return [item for item in self.math.build_dataset() if is_subtraction(item)]
+
+    def compute_reward(self, response: str, item: Any) -> float:
+        """0, a half, or 1."""
+        return max(super().compute_reward(response, item), 0.5 * (response.strip() == item.answer))
+
+
+def is_subtraction(item: Any) -> bool:
+    """Whether the item is a subtraction whose result is at least 10."""
+    return item.op == "-" and item.value >= 10
+
+
+def uncorrected(logprobs: Any, sampled_logprobs: Any, advantages: Any, weights: Any) -> Any:
+    """REINFORCE as if the newest weights had sampled: the ratio of the weights is left out."""
+    return -(advantages * weights * logprobs)
+
+
 @dataclass(frozen=True)
 class Case:
     """The task, the settings of all arms over those of the math demo, the arms, and what a row shows besides."""
@@ -126,6 +168,18 @@ CASES = {
             "cispo": {"loss_fn": "cispo"},
             "cispo, TIS": {"loss_fn": "cispo", "correction": "token_truncate"},
             "sapo": {"loss_fn": "sapo"},
+        },
+        ("train/kl_k2", "correction/masked_share"),
+    ),
+    "older": Case(
+        math,
+        {"max_staleness": 8, "staleness": "exactly"},
+        {
+            "uncorrected": {"loss_fn": uncorrected},
+            "importance_sampling": {},
+            "TIS": {"loss_fn_config": {"tis_cap": 2.0}},
+            "MIS": {"correction": "sequence_mask"},
+            "IcePop": {"correction": "token_mask", "correction_high": 5.0},
         },
         ("train/kl_k2", "correction/masked_share"),
     ),
@@ -170,6 +224,24 @@ CASES = {
         {},
         {"none": {}, "replay": {"replay_size": 256}, "dynamic sampling": {"dynamic_sampling": True}},
         ("groups/used", "replay/used"),
+    ),
+    "rarer": Case(
+        Rarer,
+        {"group_size": 4, "batch_size": 8, "temperature": 1.3},
+        {"none": {}, "replay": {"replay_size": 256, "loss_fn_config": {"tis_cap": 2.0}}},
+        ("groups/used", "replay/used"),
+    ),
+    "tempting": Case(
+        Tempting,
+        {"temperature": 1.3},
+        {
+            "none": {},
+            "0.05": {"loss_fn_config": {"entropy_coef": 0.05}},
+            "0.15": {"loss_fn_config": {"entropy_coef": 0.15}},
+            "0.3": {"loss_fn_config": {"entropy_coef": 0.3}},
+            "0.6": {"loss_fn_config": {"entropy_coef": 0.6}},
+        },
+        ("rollouts/entropy_estimate",),
     ),
     "epochs": Case(
         math,
@@ -230,21 +302,22 @@ def run(case: Case, arm: dict[str, Any], seed: int, steps: int) -> Outcome:
         return Outcome(list(map(json.loads, lines)), after.mean, after.n, result.seconds, time.process_time() - cpu)
 
 
-def compare(name: str, chosen: Sequence[str], seeds: int, steps: int) -> None:
+def compare(name: str, chosen: Sequence[str], seeds: Sequence[int], steps: int) -> None:
     """Prints a row per arm of a case: of those `chosen` that it has, or of all."""
     case = CASES[name]
     arms = {arm: fields for arm, fields in case.arms.items() if arm in chosen} or case.arms
     outcomes: dict[str, list[Outcome]] = {arm: [] for arm in arms}
-    for seed in range(seeds):
+    for seed in seeds:
         for arm, fields in arms.items():  # in turns, so that other load meets all arms alike
             outcomes[arm].append(run(case, fields, seed, steps))
-    print(f"\n{name}: {steps} steps, {seeds} seeds, 256 held-out items each\n")
+            print(f"seed {seed}, {arm}: {outcomes[arm][-1].mean:.3f}", file=sys.stderr, flush=True)
+    print(f"\n{name}: {steps} steps, seeds {' '.join(map(str, seeds))}, at most 256 held-out items each\n")
     print(
-        "| arm | reward, last 10 steps | held-out at T=1 (95 %) | per seed | s/step | CPU s | "
+        "| arm | reward, all steps | last 10 steps | held-out at T=1 (95 %) | per seed | s/step | CPU s | "
         + " | ".join(case.shown)
         + " |"
     )
-    print("|---" * (6 + len(case.shown)) + "|")
+    print("|---" * (7 + len(case.shown)) + "|")
     for arm, runs in outcomes.items():
         total = sum(one.n for one in runs)
         values = [value for one in runs for value in _spread(one)]
@@ -252,6 +325,7 @@ def compare(name: str, chosen: Sequence[str], seeds: int, steps: int) -> None:
         last = [row for one in runs for row in one.rows[-10:]]
         cells = [
             arm,
+            f"{np.mean([row['reward/mean'] for one in runs for row in one.rows]):.3f}",
             f"{np.mean([row['reward/mean'] for row in last]):.3f}",
             f"{mean:.3f} ({low:.3f} to {high:.3f})" if total else "",
             " ".join(f"{one.mean:.3f}" for one in runs),
@@ -273,11 +347,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("case", nargs="*", choices=[[], *CASES], default=[], metavar="CASE")
     parser.add_argument("--arm", action="append", default=[], help="only this arm; may be given several times")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     for name in options.case or CASES:
-        compare(name, options.arm, options.seeds, options.steps)
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        compare(name, options.arm, seeds, options.steps)
 
 
 if __name__ == "__main__":
