@@ -10,7 +10,7 @@
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
 | `MINT_QUANTIZE` | bits of the base model's layers: `nf4` (4), `int8` or `fp8` (8); the loras stay in float32 | none |
 | `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
-| `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | `4096` |
+| `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | a quarter of what is free |
 | `MINT_MODEL_MEMORY_MIB` | memory for models and copies to sample from; others wait in files | half of what is free |
 | `MINT_DISK_RESERVE_MIB` | space on the disk that nothing new may use | 2 % of the disk, at most 2048 |
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |

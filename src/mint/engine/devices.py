@@ -13,6 +13,7 @@ import torch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.machine_memory import free_memory_bytes
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
@@ -54,6 +55,14 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The memory that is free on the device; None if unknown."""
+        if not self.is_gpu:
+            return free_memory_bytes()
+        free, _ = torch.cuda.mem_get_info(self.torch)
+        return free + torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
 
     def runs(self, config: DecoderConfig) -> bool:
         """Whether mint's own decoder is the faster choice for such a model here. Its delta nets go row by row, which a

@@ -21,7 +21,6 @@ from mint.engine.bases.base_model import BaseModel
 from mint.engine.bases.decoder_base import CacheSizes, DecoderBase
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
 from mint.engine.cpu.build import NativeBuild
-from mint.engine.cpu.machine_memory import free_memory_bytes
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights, parameter_count
 from mint.engine.model.config import read_decoder_config
@@ -49,8 +48,6 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-KV_CACHE_BYTES, PREFIX_CACHE_BYTES = 4 << 30, 512 << 20
-
 
 @dataclass
 class _TrainedModel:
@@ -76,8 +73,8 @@ class TorchEngine:
         dtype: Literal["float32", "bfloat16"] | None = None,
         threads: int | None = None,
         device: str | None = None,
-        kv_cache_bytes: int = KV_CACHE_BYTES,
-        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        kv_cache_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
         recompute: bool | None = None,
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
@@ -86,14 +83,15 @@ class TorchEngine:
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
-        `kv_cache_bytes` bounds the KV cache of each base; up to `prefix_cache_bytes` of it, and at most half, are kept
-        for later prompts that begin alike. With `recompute`, training computes its activations again instead of keeping
-        them: the same bits, less memory, about a third more time. None does so only for sequences that are too long
-        otherwise. `native` are kernels in C for a CPU, or the folder where they are compiled and cached; None uses
-        torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain operations of torch: no
-        FlexAttention, and no CUDA graphs of Triton kernels. `implementation` is what computes base models: by default
-        mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the frozen
-        matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone.
+        `kv_cache_bytes` bounds the KV cache of each base; None: a quarter of the memory that is free once the base is
+        loaded, and no more than it can use. Up to `prefix_cache_bytes` of it (None: an eighth, or 512 MiB if that is
+        more), and at most half, are kept for later prompts that begin alike. With `recompute`, training computes its
+        activations again instead of keeping them: the same bits, less memory, about a third more time. None does so
+        only for sequences that are too long otherwise. `native` are kernels in C for a CPU, or the folder where they
+        are compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain
+        operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. `implementation` is what computes
+        base models: by default mint's own decoder where it knows the family, else the modules of transformers. With
+        `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -158,11 +156,7 @@ class TorchEngine:
 
     def free_bytes(self) -> int | None:
         """The memory that is free on the device; None if unknown."""
-        device = self._device.torch
-        if device.type != "cuda":
-            return free_memory_bytes()
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return self._device.free_bytes
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,21 +16,27 @@ from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.quantized.number_formats import Quantization
-from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.kv_cache import KVCache, fitting_bytes
 from mint.engine.sampling.prefix_cache import PrefixCache
-from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
+from mint.engine.sampling.sampler import COUNTERS, MAX_ROWS, Sampler, SamplerMemory
 from mint.engine.sampling.state_cache import StateCache
 from mint.models.folder import ModelFolder
+
+log = logging.getLogger(__name__)
+
+PREFIX_SHARE, LEAST_PREFIX_BYTES = 8, 512 << 20
+"""Unless it is set, the prefix cache keeps one part in so many of the KV cache, and at least so many bytes."""
 
 _RECOMPUTE = {None: "long sequences", True: "always", False: "never"}
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The KV cache of a base model, and the part of it that is kept for later prompts that begin alike; bytes."""
+    """The KV cache of a base model, and the part of it that is kept for later prompts that begin alike; bytes. None:
+    by the memory that is free once the base is loaded."""
 
-    kv_cache: int
-    prefix_cache: int
+    kv_cache: int | None
+    prefix_cache: int | None
 
 
 class DecoderBase(BaseModel):
@@ -57,7 +64,9 @@ class DecoderBase(BaseModel):
         self._decoder = Decoder(config, folder.tensors(), operations, quantization)
         self._device = device
         micro_batching = MicroBatching(rows_at_once(config, operations), recompute)
-        self._caches = caches
+        self._kv_cache_bytes = _kv_cache_bytes(name, config, device, dtype, caches.kv_cache)
+        kept = max(self._kv_cache_bytes // PREFIX_SHARE, LEAST_PREFIX_BYTES)
+        self._prefix_cache_bytes = kept if caches.prefix_cache is None else caches.prefix_cache
         self._published: list[LoraWeights] = []
         self._memory: SamplerMemory | None = None
         settings = {
@@ -72,6 +81,7 @@ class DecoderBase(BaseModel):
             "threads": torch.get_num_threads(),
             "micro_batch_rows": micro_batching.rows,
             "recompute": _RECOMPUTE[recompute],
+            "kv_cache_mib": self._kv_cache_bytes >> 20,
             "path": str(folder.path),
         }
         context = config.max_position_embeddings
@@ -113,14 +123,26 @@ class DecoderBase(BaseModel):
         return {"in_use": cache.count - cache.free, "cached": len(memory.prefix_cache), "total": cache.count}
 
     def _new_memory(self) -> SamplerMemory:
-        decoder, sizes = self._decoder, self._caches
+        decoder = self._decoder
         net = decoder.config.delta_net
         # A state is as large as the keys and values of hundreds of tokens, so each kind of layer gets one half.
-        size = sizes.kv_cache if net is None else sizes.kv_cache // 2
+        size = self._kv_cache_bytes if net is None else self._kv_cache_bytes // 2
         cache = KVCache(decoder.config, decoder.dtype, decoder.device, size)
         states = None if net is None else StateCache(net, decoder.device, size)
-        prefixes = PrefixCache(cache, min(sizes.prefix_cache, size // 2), states)
+        prefixes = PrefixCache(cache, min(self._prefix_cache_bytes, size // 2), states)
         for lora in self._published:
             prefixes.open(lora)
         steps = self._device.decode_steps(decoder, cache, states)
         return SamplerMemory(cache, prefixes, steps, self._device.draw(decoder.operations), states)
+
+
+def _kv_cache_bytes(name: str, config: DecoderConfig, device: Device, dtype: torch.dtype, chosen: int | None) -> int:
+    """The size of the KV cache of a base that is loaded: as `chosen`, or by the memory that is free."""
+    if chosen is not None:
+        return chosen
+    free = device.free_bytes
+    sequences = MAX_ROWS if config.delta_net is None else 2 * MAX_ROWS  # states take one half
+    size = fitting_bytes(config, dtype, sequences=sequences, free_bytes=free)
+    known = "an unknown amount" if free is None else f"{free >> 20} MiB"
+    log.info("%s: KV cache of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, size >> 20, known)
+    return size

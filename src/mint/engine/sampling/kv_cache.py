@@ -24,6 +24,13 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 NARROWEST = 16
 """From this head dimension on, several heads side by side in a product give each the same bits (measured: not at 8)."""
 
+FREE_SHARE = 4
+"""The KV cache may take one part in so many of the memory that is free once the base is loaded: models in training take
+a half, and a pass needs memory for its activations."""
+
+UNKNOWN_MEMORY_BYTES = 4 << 30
+"""The KV cache where the system does not tell what is free."""
+
 WIDEST = 384
 """MKL adds up longer products in parts, whose edges would fall into a head (measured for float32 with 448 and more)."""
 
@@ -44,7 +51,7 @@ class KVCache(CountedSlots):
         layers = config.attention_layers
         self._places = {layer: place for place, layer in enumerate(layers)}
         shape = (len(layers), 2, self.kv_heads // self.side_by_side, PAGE_POSITIONS, self._width)
-        self.page_bytes = int(np.prod(shape)) * dtype.itemsize
+        self.page_bytes = page_bytes(config, dtype)
         super().__init__(max(1, limit_bytes // self.page_bytes))
         self._pages = zeros((*shape[:2], self.count, *shape[2:]), dtype, device)
         self._parts = shape[2]
@@ -89,6 +96,23 @@ class KVCache(CountedSlots):
         """Keys and values, each [N, K/J, PAGE_POSITIONS, J·D]."""
         keys, values = self._pages[self._places[layer]]
         return keys, values
+
+
+def page_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """The keys and values of `PAGE_POSITIONS` positions in all layers."""
+    of_position = len(config.attention_layers) * 2 * config.num_key_value_heads * config.head_dim
+    return of_position * PAGE_POSITIONS * dtype.itemsize
+
+
+def fitting_bytes(config: DecoderConfig, dtype: torch.dtype, *, sequences: int, free_bytes: int | None) -> int:
+    """The size of a KV cache for a base that is loaded, from the memory that is free then: a share of it, but no more
+    than `sequences` of the whole context could fill. At least one page.
+
+    The number of pages decides when sequences are preempted, and no bit of a result.
+    """
+    whole = sequences * -(-config.max_position_embeddings // PAGE_POSITIONS) * page_bytes(config, dtype)
+    share = UNKNOWN_MEMORY_BYTES if free_bytes is None else free_bytes // FREE_SHARE
+    return max(page_bytes(config, dtype), min(whole, share))
 
 
 def _side_by_side(config: DecoderConfig) -> int:
