@@ -1,0 +1,1 @@
+"""What sampling and training take of memory, and what a bound on it costs."""
