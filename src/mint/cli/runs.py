@@ -110,6 +110,9 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
     rewards = [value for value in reader.columns(["reward/mean"])["reward/mean"] if value is not None]
     facts: dict[str, Any] = {
         "run": summary.name,
+        "title": summary.title or None,
+        "tags": ", ".join(summary.tags) or None,
+        "note": summary.note or None,
         "folder": summary.folder,
         "state": f"{state_name(asdict(summary))}: {summary.notice}" if summary.notice else summary.state,
         "task": summary.task,
@@ -148,9 +151,10 @@ def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"
+    title = [f"({run['title']})"] if run["title"] else []
     return (
         str(number),
-        run["name"],
+        one_line(" ".join([run["name"], *title, *(f"#{tag}" for tag in run["tags"])])),
         state_name(run),
         run["task"],
         steps,

@@ -1,4 +1,6 @@
-"""The JSON API of the dashboard: one function per URL. They run in threads and change nothing.
+"""The JSON API of the dashboard: one function per URL. They run in threads.
+
+Those below `changes` change a run; the others only read.
 
 `mint.runs.reader` reads the runs; these functions select and combine.
 """
@@ -21,6 +23,7 @@ from mint.dashboard.run_list import MAX_PAGE_RUNS, PAGE_RUNS, RunQuery, parse_so
 from mint.dashboard.state import DashboardState
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
+from mint.runs.labels import changed_labels, read_labels, write_labels
 from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500
@@ -252,6 +255,27 @@ def service(dashboard: DashboardState, request: Request) -> Mapping[str, Any]:
     return {"available": False} if dashboard.service is None else dashboard.service()
 
 
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def label(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Changes title, tags, note or archived of a run."""
+    name = request.path_params["run"]
+    folder = dashboard.readers.folders.folder(name)
+    write_labels(folder, changed_labels(read_labels(folder), _parse_json(body)))
+    return {"summary": dashboard.readers.summary(name)}
+
+
+def delete(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Deletes a run; `entry` brings it back for a week."""
+    return {"entry": dashboard.deleted.delete(request.path_params["run"])}
+
+
+def restore(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Brings a deleted run back."""
+    return {"run": dashboard.deleted.restore(request.path_params["entry"])}
+
+
 # --- parsing requests -------------------------------------------------------------------------------------------------
 
 
@@ -318,16 +342,20 @@ def parse_metric(body: bytes) -> str:
     Raises:
         InvalidRequestError: the body is not JSON, or names another metric.
     """
-    try:
-        given = json.loads(body or b"{}")
-    except ValueError as error:
-        raise InvalidRequestError(f"is not JSON: {error}", field="body", value="(not shown)") from error
+    given = _parse_json(body)
     metric = given.get("metric", BISECT_METRICS[0]) if isinstance(given, dict) else None
     if metric not in BISECT_METRICS:
         raise InvalidRequestError(
             "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(BISECT_METRICS)}"
         )
     return metric
+
+
+def _parse_json(body: bytes) -> object:
+    try:
+        return json.loads(body or b"{}")
+    except ValueError as error:
+        raise InvalidRequestError(f"is not JSON: {error}", field="body", value="(not shown)") from error
 
 
 def parse_form(text: str) -> dict[str, str]:

@@ -153,6 +153,18 @@ def _download(file: str, write: Callable[[DashboardState, Request], Response]) -
     return DashboardRoute("GET", f"{API}/{_RUN}/{file}", operation, "text")
 
 
+def _change(path: str, change: Callable[[DashboardState, Request, bytes], Any]) -> DashboardRoute:
+    """A route that changes something and answers with JSON. Access is checked as for all routes that are not `GET`: a
+    key, or the page of this very server."""
+
+    async def operation(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+        body = await _small_body(request)
+        answer = await anyio.to_thread.run_sync(change, dashboard, request, body, limiter=dashboard.threads)
+        return Response(json_bytes(answer), media_type="application/json")
+
+    return DashboardRoute("POST", f"{API}/{path}", operation)
+
+
 # --- other operations ----------------------------------------------------------------------------------
 
 
@@ -263,6 +275,9 @@ ROUTES: tuple[DashboardRoute, ...] = (
     _json("GET", f"{_RUN}/checkpoints", api.checkpoints),
     _json("GET", f"{_RUN}/bisect", api.bisection),
     DashboardRoute("POST", f"{API}/{_RUN}/bisect", _bisect),
+    _change(f"{_RUN}/labels", api.label),
+    _change(f"{_RUN}/delete", api.delete),
+    _change("deleted/{entry}/restore", api.restore),
     _json("GET", "service", api.service),
     _download("metrics.csv", run_downloads.metrics_csv),
     _download("metrics.json", run_downloads.metrics_json),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mint.errors import NotFoundError
+from mint.runs.labels import LABELS
 
 CONFIG = "config.json"
 RUNS = "runs"
@@ -29,6 +30,7 @@ WATCHED = (
     "findings.jsonl",
     "checkpoints.jsonl",
     "rollouts.index",
+    LABELS,
 )
 """A run's summary is still right if size and modification time of these files are unchanged."""
 

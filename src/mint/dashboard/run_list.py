@@ -22,6 +22,7 @@ WAIT_S = 0.1
 PAGE_RUNS = 50
 MAX_PAGE_RUNS = 200
 
+ARCHIVED = "archived"
 SEVERITIES = ("error", "warning", "info")
 
 
@@ -48,8 +49,8 @@ SORT_BY: dict[str, Callable[[RunSummary], Any]] = {
 
 @dataclass(frozen=True)
 class RunQuery:
-    """`sort` is a column of `SORT_BY`, descending with a `-` before it; `words` must all occur in name, task, model or
-    state."""
+    """`sort` is a column of `SORT_BY`, descending with a `-` before it; `words` must all occur in name, title, tags,
+    task, model or state. Archived runs are only in the state `archived`."""
 
     words: tuple[str, ...] = ()
     state: str = ""
@@ -93,9 +94,9 @@ def select_runs(runs: Iterable[RunSummary], query: RunQuery) -> list[RunSummary]
 
 def _fits(run: RunSummary, query: RunQuery) -> bool:
     state = "stale" if run.is_stale else run.state
-    if query.state and query.state != state:
+    if run.is_archived != (query.state == ARCHIVED) or query.state not in ("", ARCHIVED, state):
         return False
-    text = " ".join((run.name, run.task, run.base_model, state)).casefold()
+    text = " ".join((run.name, run.title, *run.tags, run.task, run.base_model, state)).casefold()
     return all(word in text for word in query.words)
 
 

@@ -10,6 +10,7 @@ import anyio
 from starlette.staticfiles import StaticFiles
 
 from mint.dashboard.bisect_jobs import BisectJobs, Search
+from mint.dashboard.deleted_runs import DeletedRuns
 from mint.dashboard.diagnosis_cache import DiagnosisCache
 from mint.dashboard.event_streams import EventStreams
 from mint.dashboard.login import AccessCheck
@@ -36,6 +37,7 @@ class DashboardState:
         `search` runs a bisection; None if nothing can be sampled here."""
         self.readers = RunReaders(RunFolders(roots))
         self.runs = RunList(self.readers)
+        self.deleted = DeletedRuns(roots, self.readers)
         self.access = access
         self.service = service
         self.bisections = BisectJobs(self.readers, search)

@@ -11,6 +11,7 @@ findings.jsonl     one line per finding: what looks wrong, the evidence, a remed
 warnings.jsonl     one line per warning of the server about the datums of a step
 checkpoints.jsonl  one line per saved step
 state.json         the last resumable step and its checkpoint; replaced atomically
+labels.json        what a person says about it: title, tags, note, archived (`labels`); replaced atomically
 process.json       the process that runs it, since when, and how it ended; replaced atomically
 """
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from mint.errors import NotFoundError
 from mint.runs.json_lines import Tail, decode_lines
+from mint.runs.labels import read_labels
 from mint.runs.log import EFFECTIVE
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import PROCESS, RunProcess, State, is_stale, read_process, run_state, state_notice
@@ -63,7 +64,8 @@ class RunSummary:
     `step` is the last finished one of `steps`; `reward` and `success` are those of that step, `best_reward` is that of
     the best step. `heldout` is the latest held-out evaluation, at temperature 1 if there is one. `tokens_per_s` counts
     sampled tokens over the time of the last ten steps, including training. Times are unix seconds. `is_stale`: it runs,
-    but has been silent for long. `notice` is one sentence about a state that needs attention, mostly empty.
+    but has been silent for long. `notice` is one sentence about a state that needs attention, mostly empty. The
+    last four are its `RunLabels`.
     """
 
     name: str
@@ -84,6 +86,10 @@ class RunSummary:
     error: str | None
     is_stale: bool = False
     notice: str = ""
+    title: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    is_archived: bool = False
 
 
 def _task_of(config: Mapping[str, Any]) -> str:
@@ -180,6 +186,7 @@ class RunReader:
                 error=error,
                 is_stale=stale,
                 notice=state_notice(state, step=step, error=error, stale_for_s=silent_s if stale else None),
+                **vars(read_labels(self.folder)),
             )
 
     def _state_of_process(self) -> State | None:

@@ -8,6 +8,7 @@ import {
 import { DASHES, swatch } from "./chart_paint.js";
 import { Board } from "./charts.js";
 import { RunData } from "./run_data.js";
+import { beginLabels } from "./run_labels.js";
 import { chartOf, CHARTS, taskCharts } from "./run_charts.js";
 
 /** @typedef {import("./run_data.js").Axis} Axis */
@@ -364,6 +365,7 @@ shortcut("S", "Smooth less", () => setSmoothing(Math.max(0, Number((board.smooth
 shortcut("0", "Show the whole run", () => board.setZoom(null));
 shortcut("ArrowRight", "On a chart: next step", () => undefined);
 shortcut("Enter", "On a chart: the rollouts of this step", () => undefined);
+if (single) beginLabels(single);
 showAxis();
 await showRuns();
 offerRuns().catch(showError);

@@ -3,7 +3,7 @@
 
 import {
   age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
-  isRunning, pageData, setQuery, shortcut, showError, showRunning, showState, walkRows,
+  isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, walkRows,
 } from "./common.js";
 
 /**
@@ -110,7 +110,10 @@ function prepare(row) {
 function fill(row, run) {
   const cell = (name) => find(`[data-cell=${name}]`, row);
   showState(cell("state"), run);
+  cell("labels").replaceChildren(run.title ? el("bdi", { class: "muted" }, run.title) : "",
+    ...run.tags.flatMap((tag) => [" ", el("span", { class: "tag" }, el("bdi", {}, tag))]));
   cell("task").textContent = run.task || NONE;
+  [cell("task").title, cell("model").title] = [run.task ?? "", run.base_model ?? ""];
   cell("model").textContent = run.base_model || NONE;
   cell("progress").max = run.steps || 1;
   cell("progress").value = run.step;
@@ -249,7 +252,27 @@ walkRows(() => findAll("tr[data-run]", body));
 shortcut("c", "Compare the ticked runs", openCompare);
 shortcut("]", "Next page", () => find("#page-after").click());
 shortcut("[", "Page before", () => find("#page-before").click());
+/** A run that was deleted a moment ago can be brought back. */
+function offerUndo() {
+  const entry = query().get("deleted");
+  if (!entry) return;
+  setQuery({ deleted: "" });
+  const notice = find("#undo");
+  const undo = async () => {
+    try {
+      await postJson(`deleted/${encodeURIComponent(entry)}/restore`, {});
+      notice.hidden = true;
+      await refresh();
+    } catch (error) {
+      showError(error);
+    }
+  };
+  notice.replaceChildren(`${entry.replace(/^\d+-/, "")} was deleted. `, el("button", { type: "button", class: "button", onclick: undo }, "Undo"));
+  notice.hidden = false;
+}
+
 showSort();
+offerUndo();
 await refresh();
 listen("runs/events", { runs: refresh }, { opened: refresh });
 setInterval(() => known.forEach(({ row, run }) => (find("[data-cell=age]", row).textContent = age(run.began_at))), 15000);
