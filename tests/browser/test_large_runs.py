@@ -5,7 +5,6 @@ checkpoints, and samples of thirty thousand tokens. Fewer than 5,000 elements ea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class RunReaders:
     def __init__(self, folders: RunFolders) -> None:
         self.folders = folders
         self._lock = threading.Lock()
+        self._pass = threading.Lock()
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._summaries: dict[Path, _CachedSummary] = {}
         self._revision = 0
@@ -68,11 +70,16 @@ class RunReaders:
 
     def summaries(self) -> dict[str, RunSummary]:
         """The summaries of all runs by name, newest first. An unchanged run is not read again."""
+        with self._pass:
+            return self._all_summaries()
+
+    def _all_summaries(self) -> dict[str, RunSummary]:
         found = self.folders.find()
         with self._lock:
             self._count = len(found)
+            unread = {folder for folder in found.values() if folder not in self._summaries}
         summaries: dict[str, RunSummary] = {}
-        for name, folder in sorted(found.items(), key=lambda run: _place_in_line(run[1])):
+        for name, folder in sorted(found.items(), key=lambda run: _place_in_line(run[1], unread)):
             try:
                 summaries[name] = self._summary(name, folder)
             except (MintError, OSError):  # the run was removed meanwhile, or its config cannot be read
@@ -118,8 +125,10 @@ class RunReaders:
         return summary
 
 
-def _place_in_line(folder: Path) -> tuple[bool, float]:
+def _place_in_line(folder: Path, unread: Set[Path]) -> tuple[bool, float]:
     """Newest first, because that is what a list shows first; those with long logs last, because they take seconds."""
+    if folder not in unread:
+        return False, 0.0
     try:
         began_at = (folder / "config.json").stat().st_mtime
         return (folder / "metrics.jsonl").stat().st_size > LONG_LOG_BYTES, -began_at

@@ -252,9 +252,10 @@ class RunReader:
         return max([self._config_at, *(status.st_mtime for status in self._statuses())])
 
     def _statuses(self) -> Iterator[os.stat_result]:
+        place = str(self.folder)
         for name in LOGS:
             try:
-                yield (self.folder / name).stat()
+                yield os.stat(f"{place}/{name}")  # noqa: PTH116
             except FileNotFoundError:
                 continue
 
