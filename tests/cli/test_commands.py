@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
+from mint.compose.installation import EXTRAS
 from mint.version import VERSION
 
 ROWS = [{"prompt": f"Q: What is {a} + {b}?\nA:", "answer": str(a + b)} for a in range(12, 24) for b in range(30, 38)]
@@ -188,11 +189,15 @@ def test_the_version_is_printed() -> None:
     assert (answer.exit_code, answer.stdout) == (0, f"mint {VERSION}\n")
 
 
-@pytest.mark.parametrize("words", ["serve", "serve --check", "dashboard", "chaos --kills 1"])
+LOCAL_COMMANDS = (
+    *("serve", "serve --check", "dashboard", "chaos --kills 1", "demo math --yes", "doctor math", "keys list"),
+    *("models list", "export a -o b", "bench", "recover"),
+)
+
+
+@pytest.mark.parametrize("words", LOCAL_COMMANDS)
 def test_a_package_that_is_not_installed_is_one_sentence_with_what_to_install(words: str, tmp_path: Path) -> None:
-    hidden = (
-        "import sys; sys.modules.update({'torch': None, 'starlette': None, 'uvicorn': None, 'prometheus_client': None})"
-    )
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS['local']!r}))"
     command = [sys.executable, "-c", f"{hidden}; from mint.cli.main import app; app()", *words.split()]
     ended = subprocess.run(
         command, env={**os.environ, "MINT_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120

@@ -13,11 +13,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from mint.cli.assignments import Assignments, parse_assignments
 from mint.cli.run_names import Run, find_run
-from mint.cli.terminal import fail
+from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
+from mint.config import read_settings
 from mint.errors import MintError
 
 TASK_HELP = (
@@ -122,13 +124,17 @@ def bisect(
 
 
 def doctor(
-    task: Annotated[str, typer.Argument(help=TASK_HELP)],
+    task: Annotated[str | None, typer.Argument(help=f"{TASK_HELP}; none checks the installation")] = None,
     assignments: Assignments = None,
     prompts: Annotated[int, typer.Option(min=1, help="prompts of the task to sample")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="completions of each")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data."""
+    """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data. Without a
+    task it checks what is installed here, and ends with status 1 if something that is installed does not work."""
+    if task is None:
+        _check_installation(as_json=as_json)
+        return
     from mint.recipes.task_registry import open_task  # deferred: `mint --help` answers at once
     from mint.rl.analysis.doctor import examine
     from mint.rl.analysis.report import print_examination
@@ -143,6 +149,27 @@ def doctor(
     print_examination(Console(stderr=as_json), task, examination)
     if as_json:
         typer.echo(json.dumps(examination.to_dict(), default=str))
+
+
+def _check_installation(*, as_json: bool) -> None:
+    from mint.compose.installation import check_installation  # deferred: `mint --help` answers at once
+
+    try:
+        checks = check_installation(read_settings())
+    except MintError as error:
+        fail(error, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}))
+    else:
+        marks = {"ok": ("ok", "green"), "missing": ("–", "dim"), "problem": ("!!", "red")}
+        lines = [Text.assemble(marks[check.state], f"  {check.found}{_advice(check.remedy)}") for check in checks]
+        print_pairs([(check.name, line) for check, line in zip(checks, lines, strict=True)])
+    if any(check.state == "problem" for check in checks):
+        raise typer.Exit(1)
+
+
+def _advice(remedy: str | None) -> str:
+    return "" if remedy is None else f" → {remedy}"
 
 
 def plan(

@@ -138,3 +138,9 @@ def _seconds(
     if wait is not None:
         wait()
     return clock() - started_s
+
+
+def torch_description() -> str:
+    """The version of torch, its device and its threads, in words."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{torch.__version__} on {device}, {torch.get_num_threads()} threads"
