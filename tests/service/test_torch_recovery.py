@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import pytest
 from service_harness import Harness, datum, failure, open_service, pass_body
 
 from mint.engine.model.layer_parts import Mlp
+from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RecoveryDivergedError
 from mint.server.store.journal import JOURNAL_FILE, Journal
@@ -141,6 +143,65 @@ def test_a_journal_with_digests_of_an_older_form_is_replayed_and_checked(
         harness.restore(model_id)
         assert harness.engine.state_digest(model_id, like=digest) == digest
     else:
+        assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
+    harness.service.stop()
+
+
+class OlderEngine(TorchEngine):
+    """Adds micro-batches one after the other, as older versions did, in micro-batches of 40 rows."""
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
+        older = MicroBatching(40, recompute=None, order="running")
+        return super().forward_backward(model_id, data, loss, micro_batching=older)
+
+
+def older_service(data_dir: Path) -> Any:
+    return open_service(data_dir, engine=OlderEngine(dtype="float32", threads=1))
+
+
+def train_in_parts(harness: Harness, model_id: str, last: int) -> str:
+    """Passes in several micro-batches and steps, up to request `last`; returns the digest after the last step."""
+    data = [datum(*range(20 + row, 60 + row)) for row in range(6)]
+    digest = ""
+    for seq_id in range(1, last + 1):
+        if seq_id % 2:
+            harness.run("forward_backward", model_id, seq_id, pass_body(*data))
+        else:
+            digest = harness.run("optim_step", model_id, seq_id, STEP)["state_digest"]
+    return digest
+
+
+@pytest.mark.parametrize("order", [None, "tree"], ids=["of that time", "as if of now"])
+def test_a_journal_of_the_older_sum_is_replayed_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str | None
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
+    whole = Harness(older_service(tmp_path / "whole"))
+    digest = train_in_parts(whole, whole.create_model(), 8)
+    whole.service.stop()
+    harness = Harness(older_service(tmp_path / "cut"))
+    model_id = harness.create_model()
+    train_in_parts(harness, model_id, 7)  # a gradient is open
+    harness.service.stop()
+    journal = Journal(tmp_path / "cut" / JOURNAL_FILE)
+    change = (
+        "json_remove(micro_batching, '$.order')" if order is None else f"json_set(micro_batching, '$.order', '{order}')"
+    )
+    journal.database.write(f"UPDATE jobs SET micro_batching = {change}, result_sha256 = NULL")
+    journal.database.write("UPDATE models SET settings_sha256 = NULL")  # else a request without checksum is damage
+    journal.close()
+
+    harness = Harness(torch_service(tmp_path / "cut"), harness.session_id)
+    if order is None:
+        assert harness.run("optim_step", model_id, 8, STEP)["state_digest"] == digest
+    else:  # the two sums do differ here, and a replay notices it
         assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
     harness.service.stop()
 

@@ -1,15 +1,20 @@
 """How many rows a training pass may run at once.
 
 The rows are a function of the base's shape, dtype and the device alone, because the way in which a request is cut into
-micro-batches decides the bits of its result.
+micro-batches decides the bits of its result. Neither free memory nor the number of processes enters. Where memory runs
+out, the next size to try is a function of the request: whoever decides it finds the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.operations import Operations
+from mint.engine.protocol import MicroBatching
 
 MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
@@ -19,6 +24,16 @@ def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
     """Rows of a micro-batch."""
     fitting = operations.activation_bytes // bytes_per_row(config, operations.dtype)
     return max(MIN_ROWS, min(operations.max_rows, fitting))
+
+
+def smaller(attempt: MicroBatching, lengths: Sequence[int], *, with_gradient: bool) -> MicroBatching | None:
+    """What to try after `attempt` has not found enough memory for sequences of these `lengths`; None if there is
+    nothing that needs less."""
+    if with_gradient and attempt.recompute is not True:
+        return replace(attempt, recompute=True)
+    if len(lengths) == 1 or attempt.rows < max(lengths):  # the longest was alone
+        return None
+    return replace(attempt, rows=min(attempt.rows, sum(lengths)) // 2)
 
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:

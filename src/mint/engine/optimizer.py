@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.protocol import AdamSpec
+from mint.engine.reductions.gradient_norm import gradient_norm, older_gradient_norm
 
 
 @dataclass
@@ -33,16 +34,22 @@ class AdamState:
 
 @torch.no_grad()
 def step_adam(
-    weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec, *, fused: bool = False
+    weights: Tensor,
+    gradient: Tensor,
+    state: AdamState,
+    adam: AdamSpec,
+    *,
+    fused: bool = False,
+    older_norm: bool = False,
 ) -> dict[str, float]:
     """Updates `weights` and `state` in place and clears `gradient`; returns what happened.
 
     A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
     reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` runs torch's fused kernel, as a
-    GPU should. The host waits for a GPU twice: for the norm, and for the outcome of the step.
+    GPU should. `older_norm` is for the replay of older journals. The host waits for a GPU twice: for the norm, and for
+    the outcome of the step.
     """
-    # In float64, because squares overflow float32 long before the norm does.
-    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    norm = older_gradient_norm(gradient) if older_norm else gradient_norm(gradient)
     update_norm, skipped = 0.0, True
     if math.isfinite(norm):
         if 0 < adam.grad_clip_norm < norm:

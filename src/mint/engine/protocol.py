@@ -86,12 +86,14 @@ class LossSpec:
 class MicroBatching:
     """How a pass was fitted into memory.
 
-    A micro-batch had about `rows` rows, which decides the bits of the result. `recompute`: whether activations were
-    computed again in the backward instead of kept (None: only of sequences longer than `rows`), which changes no bit.
+    A micro-batch had about `rows` rows, and their gradients were added in this `order`: in a fixed tree, or one after
+    the other, as older versions did. Both decide the bits of the result. `recompute`: whether activations were computed
+    again in the backward instead of kept (None: only of sequences longer than `rows`), which changes no bit.
     """
 
     rows: int
     recompute: bool | None
+    order: Literal["tree", "running"] = "tree"
 
 
 @dataclass(frozen=True)

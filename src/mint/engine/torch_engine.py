@@ -56,6 +56,7 @@ class _TrainedModel:
     gradient: Tensor
     adam: AdamState
     tokens: int = 0  # trained since the last step
+    has_older_sum: bool = False  # the gradient has a part that was summed as older versions did
 
 
 @dataclass(frozen=True)
@@ -189,20 +190,28 @@ class TorchEngine:
         model = self._model(model_id)
         result = model.base.run_pass(model.weights, data, loss, gradient=model.gradient, repeated=micro_batching)
         model.tokens += int(result.metrics["tokens:sum"])
+        model.has_older_sum |= micro_batching is not None and micro_batching.order == "running"
         return result
 
     def clear_gradient(self, model_id: str) -> None:
         """Throws the accumulated gradient away."""
         model = self._model(model_id)
         model.gradient.zero_()
-        model.tokens = 0
+        model.tokens, model.has_older_sum = 0, False
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         """Applies and clears the gradient; `tokens` counts the tokens that it comes from."""
         model = self._model(model_id)
-        metrics = step_adam(model.weights.flat, model.gradient, model.adam, adam, fused=self._device.is_gpu)
+        metrics = step_adam(
+            model.weights.flat,
+            model.gradient,
+            model.adam,
+            adam,
+            fused=self._device.is_gpu,
+            older_norm=model.has_older_sum,
+        )
         metrics["tokens"] = float(model.tokens)
-        model.tokens = 0
+        model.tokens, model.has_older_sum = 0, False
         return metrics
 
     def read_state(self, model_id: str) -> ModelState:

@@ -1,9 +1,12 @@
-"""One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's."""
+"""One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's.
+
+The gradients of the micro-batches are added in the tree of `gradient_sum`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,9 +16,11 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import entropy_bonus, loss_and_slope, measure
+from mint.engine.memory_budget import smaller
 from mint.engine.model.autograd import backward
 from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
+from mint.engine.reductions.gradient_sum import partial_sums, whole_sum
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.errors import OutOfMemoryError
 
@@ -62,9 +67,9 @@ def run_pass(
 ) -> PassResult:
     """Logprobs and metrics of `data`; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-    A pass for which memory does not suffice is run again: with `recompute`, which changes no bit, then, if it
-    `may_shrink`, in micro-batches of half as many rows, and so on. The sizes to try are a function of the request
-    alone; which of them fits is part of the result. The runs that failed are counted as `memory_retries:sum`.
+    A pass for which memory does not suffice is run again with what `smaller` says: recomputed, which changes no bit,
+    then, if it `may_shrink`, in micro-batches of half as many rows, and so on. Which of them fits is part of the
+    result. The runs that failed are counted as `memory_retries:sum`.
 
     Raises:
         OutOfMemoryError: memory does not suffice for one sequence alone, or without shrinking; nothing is added to
@@ -74,42 +79,33 @@ def run_pass(
     before = None if gradient is None else gradient.clone()
     attempt = micro_batching
     retries = 0
-    while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
+    while (result := _try(decoder, lora, data, loss, attempt, gradient=gradient, before=before)) is None:
         # Not in the except clause: its error would keep the activations alive.
         if gradient is not None and before is not None:
             gradient.copy_(before)
         decoder.operations.release_memory()
         retries += 1
-        smaller = _smaller(attempt, data, with_gradient=gradient is not None)
-        if smaller is not None and smaller.rows != attempt.rows and not may_shrink:
+        lengths = [len(datum.tokens) for datum in data]
+        next_attempt = smaller(attempt, lengths, with_gradient=gradient is not None)
+        if next_attempt is not None and next_attempt.rows != attempt.rows and not may_shrink:
             raise OutOfMemoryError(
                 "memory does not suffice to run a training pass again as it was run before",
                 field="rows of a micro-batch",
                 value=attempt.rows,
                 remedy="Give the server as much memory as it had then",
             )
-        if smaller is None:
+        if next_attempt is None:
             raise OutOfMemoryError(
                 "memory does not suffice for a training pass over one sequence",
                 field="tokens of the longest sequence",
-                value=max(len(datum.tokens) for datum in data),
+                value=max(lengths),
                 remedy="Shorten the sequences, or give the server more memory",
             )
-        log.warning("memory ran out with %d rows at once; trying %s", attempt.rows, smaller)
-        attempt = smaller
+        log.warning("memory ran out with %d rows at once; trying %s", attempt.rows, next_attempt)
+        attempt = next_attempt
     if retries:
         result.metrics["memory_retries:sum"] = float(retries)
     return replace(result, micro_batching=attempt)
-
-
-def _smaller(attempt: MicroBatching, data: Sequence[TrainDatum], *, with_gradient: bool) -> MicroBatching | None:
-    """One that needs less memory; None if there is none."""
-    if with_gradient and attempt.recompute is not True:
-        return MicroBatching(attempt.rows, recompute=True)
-    lengths = [len(datum.tokens) for datum in data]
-    if len(data) == 1 or attempt.rows < max(lengths):  # the longest was alone
-        return None
-    return MicroBatching(min(attempt.rows, sum(lengths)) // 2, attempt.recompute)
 
 
 def _try(
@@ -119,20 +115,40 @@ def _try(
     loss: LossSpec,
     attempt: MicroBatching,
     *,
-    with_gradient: bool,
+    gradient: Tensor | None,
+    before: Tensor | None,
 ) -> PassResult | None:
-    """The pass; None if memory ran out, with the gradient half-added."""
+    """The pass; None if memory ran out, with any numbers in `gradient`, which was `before`."""
     results = _Results(data)
+
+    def run(batch: MicroBatch) -> None:
+        recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
+        _run(decoder, lora, data, batch, loss, results, gradient=gradient is not None, recompute=recompute)
+
     try:
-        for batch in decoder.pack(data, attempt.rows):
-            recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
-            _run(decoder, lora, data, batch, loss, results, gradient=with_gradient, recompute=recompute)
+        batches = decoder.pack(data, attempt.rows)
+        if gradient is None or before is None or attempt.order == "running":
+            for batch in batches:
+                run(batch)  # autograd adds to the gradient
+        else:
+            torch.add(before, _sum_in_tree(batches, run, gradient), out=gradient)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None
     metrics = measure(loss, data, results.logprobs, results.entropies, results.losses)
     return PassResult(results.logprobs, metrics, results.entropies)
+
+
+def _sum_in_tree(batches: Sequence[MicroBatch], run: Callable[[MicroBatch], None], gradient: Tensor) -> Tensor:
+    """The summed gradient of `batches`, each of which `run` adds to `gradient`, whose numbers are overwritten."""
+
+    def gradient_of(index: int) -> Tensor:
+        gradient.zero_()
+        run(batches[index])
+        return gradient
+
+    return whole_sum(len(batches), partial_sums(len(batches), range(len(batches)), gradient_of))
 
 
 def _run(

@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mint.wire as wire
 from mint.engine.protocol import LoraSpec, MicroBatching
@@ -45,6 +46,9 @@ from mint.types import ForwardBackwardOutput, OptimStepResponse
 from mint.wire.requests import ForwardBackwardRequest, LoadWeightsRequest, OptimStepRequest
 
 log = logging.getLogger("mint.recovery")
+
+_OLDER_MICRO_BATCHING: dict[str, Any] = {"order": "running"}
+"""What jobs of older versions do not say: they added micro-batches one after the other."""
 
 COUNTED_STEPS = 16
 """How many steps before a snapshot are looked at, to count those that were skipped in a row."""
@@ -195,8 +199,9 @@ class Recovery:
             )
         match self._decode(job.kind, job.payload, wire.Encoding(job.encoding)):
             case ForwardBackwardRequest() as request:
-                # another split into micro-batches would give other bits
-                decided = None if job.micro_batching is None else MicroBatching(**job.micro_batching)
+                # Another split into micro-batches, or another order of their sum, would give other bits.
+                recorded = job.micro_batching
+                decided = None if recorded is None else MicroBatching(**_OLDER_MICRO_BATCHING | recorded)
                 content = request.forward_backward_input
                 result, *_ = self._models.forward_backward(job.model_id, job.seq_id, content, micro_batching=decided)
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")

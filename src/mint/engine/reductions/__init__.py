@@ -1,0 +1,1 @@
+"""Sums whose bits do not depend on who computes which part: of gradients over micro-batches, of squares for norms."""

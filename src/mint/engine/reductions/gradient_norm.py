@@ -1,0 +1,35 @@
+"""The norm of a gradient, from the norms of fixed blocks.
+
+Each block is squared and summed alone, and the sums of all blocks are added exactly. So the norm depends neither on the
+number of threads nor on who holds which blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.state_digest import BLOCK
+
+
+def gradient_norm(gradient: Tensor) -> float:
+    """The Euclidean norm of a float32 vector, in float64. On a GPU, the host waits once."""
+    return math.sqrt(math.fsum(square_sums(gradient)))
+
+
+def square_sums(gradient: Tensor) -> list[float]:
+    """For each block of 65,536 numbers the sum of their squares, in float64, where no square of a float32 overflows."""
+    blocks = gradient.split(BLOCK)
+    if gradient.device.type == "cpu":
+        # With numpy: torch divides the sum over one long vector among its threads, which changes its last bits.
+        return [float(np.square(block.numpy(), dtype=np.float64).sum()) for block in blocks]
+    # One block at a time: how a GPU adds up a row depends on the number of rows.
+    return torch.stack([block.double().square_().sum() for block in blocks]).tolist()
+
+
+def older_gradient_norm(gradient: Tensor) -> float:
+    """The norm as mint computed it while it summed micro-batches one after the other: for journals of that time."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
