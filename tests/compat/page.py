@@ -39,11 +39,23 @@ def client_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def recipe_table(recipes: Mapping[str, Sequence[str]], results: Mapping[str, str], not_run: Mapping[str, str]) -> str:
-    """A row for each recipe that ran, with its options, and below them those that were not run, with the reason."""
-    lines = ["| recipe | options | result |", "|---|---|---|"]
+def recipe_table(
+    recipes: Mapping[str, Sequence[str]], results: Mapping[str, str], not_run: Mapping[str, str], before: str
+) -> str:
+    """A row for each recipe, with its options, the day of its run and the result; below, the programs that are not run,
+    with the reason. The row of a recipe without a result is that of `before`, the tables of an earlier run."""
+    programs = {module for module, *_ in recipes.values()}
+    lines = [
+        f"Of {len(programs) + len(not_run)} programs, {len(programs)} run, in {len(recipes)} ways:",
+        "",
+        "| recipe | options | run on | result |",
+        "|---|---|---|---|",
+    ]
+    earlier = before.splitlines()
     for name, (module, *options) in recipes.items():
-        lines.append(f"| {name} (`{module}`) | {' '.join(options)} | {results[name]} |")
+        row = f"| {name} (`{module}`) | {' '.join(options)} |"
+        old = next((line for line in earlier if line.startswith(row)), f"{row} – | not run yet |")
+        lines.append(f"{row} {results[name]} |" if name in results else old)
     lines += ["", f"Not run, {len(not_run)} programs:", "", "| program | why |", "|---|---|"]
     lines += [f"| `{module}` | {reason} |" for module, reason in not_run.items()]
     return "\n".join(lines)

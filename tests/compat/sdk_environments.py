@@ -40,11 +40,12 @@ COOKBOOK_REQUIREMENTS = (
     "safetensors>=0.4",
     "sympy",
     "termcolor>=2",
+    "textarena>=0.7.4",
     "tiktoken>=0.12",
     "transformers>=5.17,<6",
 )
-"""All that it and its recipe `math_rl` declare but tml-renderers, which only its renderers for Thinking Machines' own
-models import."""
+"""All that it and its recipes `math_rl` and `multiplayer_rl` declare but tml-renderers, which only its renderers for
+Thinking Machines' own models import."""
 
 TOOLKIT = "mindlab-toolkit==0.2.0"
 """MinT's own package over tinker 0.22.0."""

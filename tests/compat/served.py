@@ -52,10 +52,11 @@ class Served:
         timeout_s: float,
         variables: str = "TINKER",
         path: str = "",
+        typed: str = "",
         more_variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a script there. Its environment names the server, up to `path`, and a key, in variables that begin so,
-        and `more_variables`, and nothing else of ours."""
+        and `more_variables`, and nothing else of ours. Its standard input is `typed`."""
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment = {
             **kept,
@@ -67,6 +68,7 @@ class Served:
         }
         return subprocess.run(
             [str(python), str(script), *arguments],
+            input=typed,
             capture_output=True,
             text=True,
             cwd=cwd,

@@ -16,11 +16,14 @@ from safetensors.torch import load_file, save_file
 from mint.models.registry import BUNDLED
 
 CONTROL_TOKENS = ("<think>", "</think>")
-CONTEXT = 16_384
+CONTEXT = 262_144
 
 
-def make_stand_in(work_dir: Path, name: str) -> Path:
-    """The folder `work_dir/NAME`: seen from `work_dir`, what loads a tokenizer by that name finds it."""
+def make_stand_in(work_dir: Path, name: str, *, noise: float = 0.0) -> Path:
+    """The folder `work_dir/NAME`: seen from `work_dir`, what loads a tokenizer by that name finds it.
+
+    `noise` is the spread of what is added to the weights, relative to theirs: with it, this is another model.
+    """
     folder = work_dir / name
     shutil.copytree(BUNDLED["mint/tiny"], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -37,5 +40,8 @@ def make_stand_in(work_dir: Path, name: str) -> Path:
     for key, tensor in tensors.items():
         if tensor.shape[0] == first:  # the embedding, and the head where it is not tied
             tensors[key] = torch.cat([tensor, tensor.new_zeros(len(CONTROL_TOKENS), *tensor.shape[1:])])
+        if noise and tensor.is_floating_point():
+            drawn = torch.randn(tensors[key].shape, generator=torch.Generator().manual_seed(0))
+            tensors[key] = (tensors[key].float() + noise * tensors[key].float().std() * drawn).to(tensor.dtype)
     save_file(tensors, weights)
     return folder
