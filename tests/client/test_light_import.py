@@ -19,6 +19,13 @@ def test_the_sdk_loads_nothing_heavy() -> None:
     assert loaded_by("import mint; mint.ServiceClient; mint.TrainingClient; from mint import types, errors") == []
 
 
+def test_the_list_of_commands_loads_no_client_and_no_rl_library() -> None:
+    heavy = ["httpx", "mint.client", "mint.wire", "mint.rl", "mint.recipes"]
+    check = f"from mint.cli.main import app; import sys; print([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(run.stdout) == []
+
+
 def test_a_client_of_a_server_loads_nothing_heavy() -> None:
     assert loaded_by("import mint; mint.ServiceClient(base_url='http://127.0.0.1:9')") == []
 

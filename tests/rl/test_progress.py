@@ -15,7 +15,7 @@ from mint.recipes.sft import SFTConfig, run_sft
 from mint.recipes.supervised import Demonstration
 from mint.rl import LiveProgress, run_grpo
 from mint.rl.run_config import RunConfig
-from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline, tail
+from mint.runs.terminal_text import head, one_line, paragraph, sparkline, tail
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from mint.cli.run_names import Run, find_run, newest_folders
 from mint.cli.terminal import fail, print_pairs
 from mint.errors import InvalidRequestError, MintError, NotFoundError
-from mint.rl.tracking.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
+from mint.runs.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
 if TYPE_CHECKING:
     from mint.runs.reader import RunReader
@@ -95,8 +95,8 @@ def plot(
 
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
     """Prints state, curve, held-out evaluations, findings and checkpoints of one run."""
-    from mint.rl.tracking.terminal_text import COLORS  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
+    from mint.runs.terminal_text import COLORS  # deferred: `mint --help` answers at once
 
     reader = RunReader(folder)
     summary = reader.summary()

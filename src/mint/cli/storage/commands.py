@@ -32,7 +32,7 @@ from mint.cli.storage.tables import (
 )
 from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError, NotFoundError
-from mint.rl.tracking.terminal_text import paragraph
+from mint.runs.terminal_text import paragraph
 from mint.types.records import (
     AccessScope,
     CopyWeightsRequest,

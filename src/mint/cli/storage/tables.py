@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mint.cli.terminal import print_pairs
-from mint.rl.tracking.terminal_text import paragraph
+from mint.runs.terminal_text import paragraph
 from mint.types.records import Checkpoint, TrainingRun
 
 PIPE_WIDTH = 240

@@ -17,8 +17,8 @@ from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.run_result import RunResult
-from mint.rl.tracking.terminal_text import COLORS, interval_text, one_line, paragraph, temperature_name
 from mint.rl.tracking.token_counts import TokenCounts, token_counts_table
+from mint.runs.terminal_text import COLORS, interval_text, one_line, paragraph, temperature_name
 
 EXAMPLES = 3
 EXAMPLE_SIGNS = 600

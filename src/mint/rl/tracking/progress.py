@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mint.rl.tracking.terminal_text import COLORS, evaluation_name, interval_text, one_line, sample_lines, sparkline
+from mint.runs.terminal_text import COLORS, evaluation_name, interval_text, one_line, sample_lines, sparkline
 
 CURVE_WIDTH = 40
 HEADING_WIDTH = 8

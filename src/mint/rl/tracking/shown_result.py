@@ -12,8 +12,8 @@ from typing import Any
 
 from mint.errors import MintError
 from mint.rl.tracking.plot import curve_name, plot_curve
-from mint.rl.tracking.terminal_text import evaluation_name, interval_text, sparkline
 from mint.runs.log import RunLog, is_run
+from mint.runs.terminal_text import evaluation_name, interval_text, sparkline
 
 CURVE_WIDTH = 40
 
