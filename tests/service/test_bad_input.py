@@ -180,6 +180,8 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "top_p above 1": ({"params": {"top_p": 1.1}}, "top_p", "1.1", BAD),
     "top_k 0": ({"params": {"top_k": 0}}, "top_k", "0", BAD),
     "top_k below -1": ({"params": {"top_k": -2}}, "top_k", "-2", BAD),
+    "top_k beyond int32": ({"params": {"top_k": 1 << 31}}, "top_k", "2147483648", BAD),
+    "top_k beyond int64": ({"params": {"top_k": 1 << 63}}, "top_k", "9223372036854775808", BAD),
     "num_samples 0": ({"num_samples": 0}, "num_samples", "0", BAD),
     "num_samples absurd": ({"num_samples": 1025}, "num_samples", "1025", BAD),
     "seed negative": ({"params": {"seed": -5}}, "seed", "-5", BAD),

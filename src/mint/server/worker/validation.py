@@ -33,6 +33,7 @@ from mint.wire.requests import ForwardBackwardInput, SampleRequest
 R = TypeVar("R")
 
 MAX_SAMPLES = 1024
+MAX_TOP_K = (1 << 31) - 1
 MAX_TOPK = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -196,7 +197,8 @@ def _check_alternatives(request: SampleRequest, length: int, max_tokens: int, ba
 def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
     _require(0 <= params.temperature < math.inf, "temperature", params.temperature, "a finite number >= 0 (0: greedy)")
     _require(0 < params.top_p <= 1, "top_p", params.top_p, "a number in (0, 1] (1 is off)")
-    _require(params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "a whole number >= 1, or -1 for off")
+    good = params.top_k == -1 or 1 <= params.top_k <= MAX_TOP_K
+    _require(good, "top_k", params.top_k, "a whole number from 1 to 2**31 - 1, or -1 for off")
     if params.seed is not None:
         _require(0 <= params.seed <= MAX_SEED, "seed", params.seed, "a whole number from 0 to 2**63 - 1")
     stops = [params.stop] if isinstance(params.stop, str) else [*(params.stop or ())]
