@@ -71,15 +71,16 @@ async def deliver(call: Call, generation: GenerationRequest, writer: ReplyWriter
     source = generate(call.service, generation, live=stream)
     with call.use_key() as key, key.waiting():
         if not stream:
-            return respond(await unless_client_leaves(call.request, _whole(source, writer)))
+            return await unless_client_leaves(call.request, _whole(call, source, writer))
         # errors before the first token have a status of their own, so the stream begins after it
         first = await unless_client_leaves(call.request, anext(source))
     return StreamingResponse(_events(call, source, first, writer), media_type="text/event-stream")
 
 
-async def _whole(source: AsyncGenerator[ChoiceDelta], writer: ReplyWriter) -> BaseModel:
+async def _whole(call: Call, source: AsyncGenerator[ChoiceDelta], writer: ReplyWriter) -> Response:
     async with aclosing(source):
-        return writer.whole([delta async for delta in source])
+        deltas = [delta async for delta in source]
+    return await call.run_blocking(lambda: respond(writer.whole(deltas)))
 
 
 async def _events(

@@ -199,7 +199,8 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
                 yield choices[choice].push(token, logprob)
                 continue
             own = choices[item.prompt * generation.n : (item.prompt + 1) * generation.n]
-            for number, delta in enumerate(_remaining_deltas(generation, item.prompt, own, item.task.result())):
+            remaining = partial(_remaining_deltas, generation, item.prompt, own, item.task.result())
+            for number, delta in enumerate(await asyncio.to_thread(remaining)):
                 yield delta
                 if number % DELTAS_AT_ONCE == 0:  # a long result must not hold up the other requests
                     await asyncio.sleep(0)
@@ -257,8 +258,14 @@ async def _sample(
 
 def _remaining_deltas(
     generation: GenerationRequest, prompt: int, choices: Sequence[_Choice], response: SampleResponse
+) -> list[ChoiceDelta]:
+    """What has not been yielded yet of a prompt's choices. Takes long for many tokens or alternatives."""
+    return [*_each_remaining_delta(generation, prompt, choices, response)]
+
+
+def _each_remaining_delta(
+    generation: GenerationRequest, prompt: int, choices: Sequence[_Choice], response: SampleResponse
 ) -> Iterator[ChoiceDelta]:
-    """What has not been yielded yet of a prompt's choices."""
     if generation.echoes is not None and generation.needs_whole_result:
         echo = generation.echoes[prompt]
         scored = [] if generation.top is None else _scored_prompt(generation, prompt, echo, response, generation.top)
@@ -271,9 +278,10 @@ def _remaining_deltas(
     if not response.sequences:  # no token was asked for
         yield from (choice.close("length", count) for choice, count in zip(choices, cached, strict=True))
     for choice, count, sequence in zip(choices, cached, response.sequences, strict=False):
-        for place in range(choice.count, len(sequence.tokens)):
-            top = None if sequence.topk_logprobs is None else sequence.topk_logprobs[place]
-            yield choice.push(sequence.tokens[place], sequence.logprobs[place], top)
+        tokens, logprobs, alternatives = sequence.tokens, sequence.logprobs, sequence.topk_logprobs
+        for place in range(choice.count, len(tokens)):
+            top = None if alternatives is None else alternatives[place]
+            yield choice.push(tokens[place], logprobs[place], top)
         yield choice.close("stop" if sequence.stop_reason == "stop" else "length", count)
 
 
@@ -283,13 +291,14 @@ def _scored_prompt(
     """The tokens of a prompt whose text is `echo`, each with `width` alternatives."""
     vocabulary = generation.vocabulary
     tokens = generation.prompts[prompt]
+    logprobs, alternatives = response.prompt_logprobs, response.topk_prompt_logprobs
     scored = list[SampledToken]()
     # a first token that is not in the text was added by the tokenizer
     is_added = not echo.encode().startswith(vocabulary.piece(tokens[0]))
     text = Detokenizer(vocabulary, frozenset(tokens[:1]) & vocabulary.special if is_added else frozenset())
     for place, token in enumerate(tokens):
-        logprob = None if response.prompt_logprobs is None else response.prompt_logprobs[place]
-        top = None if response.topk_prompt_logprobs is None else response.topk_prompt_logprobs[place]
+        logprob = None if logprobs is None else logprobs[place]
+        top = None if alternatives is None else alternatives[place]
         top = None if top is None else top[:width]
         scored.append(SampledToken(token, logprob, text.offset, top))
         text.push(token)

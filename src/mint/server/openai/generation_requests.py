@@ -23,6 +23,9 @@ from mint.types.tool_call_formats import ToolCallFormat, tool_call_format
 
 MAX_SEQUENCES = 4096
 
+MAX_ALTERNATIVES = 1 << 18
+"""Alternatives to tokens in one reply: written as JSON, they take some 20 MB."""
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -82,7 +85,7 @@ def read_completion(service: Service, caller: Caller, request: CompletionRequest
         text if isinstance(text, str) else vocabulary.text(prompt, frozenset())
         for text, prompt in zip(request.prompts, prompts, strict=True)
     ]
-    return GenerationRequest(
+    generation = GenerationRequest(
         caller=caller,
         weights=weights,
         vocabulary=vocabulary,
@@ -96,6 +99,8 @@ def read_completion(service: Service, caller: Caller, request: CompletionRequest
         prompt_top=request.prompt_logprobs,
         format_field=format_field(request),
     )
+    _require_short_reply(service, generation)
+    return generation
 
 
 def read_chat(
@@ -116,7 +121,7 @@ def read_chat(
     is_thinking = text.rstrip().endswith(THINK_OPEN)
     wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
     hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=bool(tools))
-    return GenerationRequest(
+    generation = GenerationRequest(
         caller=caller,
         weights=weights,
         vocabulary=vocabulary,
@@ -133,6 +138,31 @@ def read_chat(
         single_call=not request.parallel_tool_calls,
         is_thinking=is_thinking,
     )
+    _require_short_reply(service, generation)
+    return generation
+
+
+def _require_short_reply(service: Service, generation: GenerationRequest) -> None:
+    """Checks how many alternatives to tokens the reply will have. Each choice has those of its prompt, too.
+
+    Raises:
+        InvalidRequestError: too many.
+    """
+    top, prompt_top = generation.top or 0, generation.prompt_top or 0
+    if generation.echoes is not None:
+        prompt_top += top
+    limit = generation.params.max_tokens
+    if limit is None:
+        limit = service.base_models.context_length(generation.weights.base_model) or 0
+    written = sum(prompt_top * len(prompt) + top * limit for prompt in generation.prompts)
+    if written * generation.n > MAX_ALTERNATIVES:
+        name = "prompt_logprobs" if prompt_top > top else "logprobs"
+        raise InvalidRequestError(
+            f"asks for {written * generation.n} alternatives in one reply, and {MAX_ALTERNATIVES} are the most",
+            field=name,
+            value=max(top, prompt_top),
+            remedy="Ask for fewer alternatives, choices, prompts or tokens at once",
+        )
 
 
 def _params(
