@@ -12,11 +12,13 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,6 +53,12 @@ DELAYED_STATUS = 500
 """Errors of this status and above are answered after `SLOW_ERROR_S`: some clients send the request again at once."""
 
 SLOW_ERROR_S = 1.0
+
+OWNER_THREADS = 4
+"""Of the 16 that decode, tokenize and list: a long text takes one for seconds."""
+
+OWNER_DISK_THREADS = 12
+"""Of the 16 that accept requests: most of them wait together for the same fsync."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Identify = Callable[[Request], Awaitable[Caller]]
@@ -105,15 +113,16 @@ def create_app(
     wait for the disk run on the threads of `disk_executor`, so that a slow disk delays only those who need it.
     """
     bodies = bodies or Bodies()
-    run_quick = _at_once if executor is None else _on_threads(executor)
-    run_slow = run_quick if disk_executor is None else _on_threads(disk_executor)
+    run_check = _at_once if executor is None else _on_threads(executor)
+    quick = _everybody_at_once if executor is None else OwnerThreads(executor, OWNER_THREADS).run_for
+    slow = quick if disk_executor is None else OwnerThreads(disk_executor, OWNER_DISK_THREADS).run_for
 
-    identify = None if authenticate is None else _identification(authenticate, recall, run_quick)
+    identify = None if authenticate is None else _identification(authenticate, recall, run_check)
     open_keys = OpenKeys(identify)
 
     def route(row: RouteRow) -> Route:
-        run_operation = run_slow if row.waits_for_disk else run_quick
-        endpoint = _endpoint(service, row, identify, open_keys, is_operator, screen, bodies, run_quick, run_operation)
+        run_for = slow if row.waits_for_disk else quick
+        endpoint = _endpoint(service, row, identify, open_keys, is_operator, screen, bodies, run_check, run_for)
         return Route(row.path, endpoint, methods=[row.method])
 
     app = Starlette(
@@ -135,6 +144,10 @@ async def _at_once(function: Callable[..., T], /, *arguments: object) -> T:
     return function(*arguments)
 
 
+def _everybody_at_once(_owner: str) -> RunBlocking:
+    return _at_once
+
+
 def _on_threads(executor: Executor) -> RunBlocking:
     async def run(function: Callable[..., T], /, *arguments: object) -> T:
         context = contextvars.copy_context()  # the request's id, for the log
@@ -142,6 +155,42 @@ def _on_threads(executor: Executor) -> RunBlocking:
         return await work
 
     return run
+
+
+class OwnerThreads:
+    """Threads that owners share: at most `most` calls of each owner are on them, the others wait for these.
+
+    A call counts until its thread is free again, also after its client has left. One event loop at a time.
+    """
+
+    def __init__(self, executor: Executor, most: int) -> None:
+        self._executor = executor
+        self._most = most
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def run_for(self, owner: str) -> RunBlocking:
+        """Runs functions of an owner."""
+
+        async def run(function: Callable[..., T], /, *arguments: object) -> T:
+            turn = self._turns.setdefault(owner, asyncio.Semaphore(self._most))
+            loop = asyncio.get_running_loop()
+
+            def give_back(_work: object) -> None:
+                with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                    loop.call_soon_threadsafe(turn.release)
+
+            await turn.acquire()
+            try:
+                context = contextvars.copy_context()  # the request's id, for the log
+                work: Future[Any] = self._executor.submit(context.run, function, *arguments)
+            except BaseException:
+                turn.release()
+                raise
+            work.add_done_callback(give_back)
+            result: Any = await asyncio.wrap_future(work)
+            return result
+
+        return run
 
 
 def _identification(authenticate: Authenticate, recall: Recall, run_blocking: RunBlocking) -> Identify:
@@ -160,7 +209,7 @@ def _endpoint(
     screen: Screen | None,
     bodies: Bodies,
     run_check: RunBlocking,
-    run_blocking: RunBlocking,
+    run_for: Callable[[str], RunBlocking],
 ) -> Endpoint:
     refuse = row.refuse or _respond_error
     operation: Any = row.operation
@@ -180,6 +229,7 @@ def _endpoint(
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
                 request.scope[OWNER_KEY] = caller.owner
                 body = None if row.streams_body else await bodies.read(request, caller.owner, row.max_body_bytes)
+            run_blocking = run_for(caller.owner)
             call = Call(
                 service,
                 request,
