@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from mint import types
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
 from mint.server.grammars import compiler
-from mint.server.grammars.compiler import compile_grammar
+from mint.server.grammars.compiler import FORCED_CHARACTERS, compile_grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -185,6 +186,19 @@ def test_a_grammar_that_takes_too_much_to_compile_is_refused_and_the_service_goe
     assert len(draw(sampler, 2, wanted={"choice": ["a"]})) == 2
 
 
+def test_a_long_text_that_is_forced_has_the_tokens_of_a_text_tokenized_whole(sampler: mint.SamplingClient) -> None:
+    rng = random.Random(0)
+    text = " ".join(rng.choice(["the", "cats", "and", "12", "+", "Which", "equals"]) for _ in range(200))
+    (sample,) = draw(sampler, 1, wanted={"choice": [text]}, max_tokens=700)
+    assert len(text) > 2 * FORCED_CHARACTERS
+    assert sample.tokens[:-1] == sampler.get_tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_any_number_of_choices_may_be_given(sampler: mint.SamplingClient) -> None:
+    choices = [f"{number} cats" for number in range(3000)]
+    assert set(texts(sampler, draw(sampler, wanted={"choice": choices}))) <= set(choices)
+
+
 def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
     folder = BUNDLED["mint/tiny"]
     wanted = types.StructuredOutputs(choice=["a word that nobody else asks for"])
@@ -196,12 +210,17 @@ def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
     assert compiler._compiled.cache_info().hits == hits + 1
 
 
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a" | "b" | "ab" | "aa"'
+"""Compiles in no time; each of its tokens takes more than the one before."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"wanted": {"regex": "(a{1000}){1000}"}},
         {"wanted": {"regex": "ab"}, "min_tokens": 50},
         {"wanted": {"regex": "a"}, "allowed_token_ids": [5]},
+        {"wanted": {"grammar": AMBIGUOUS}, "min_tokens": 400, "max_tokens": 500},
     ],
 )
 def test_rules_that_exclude_every_token_are_the_callers_mistake(

@@ -1,12 +1,13 @@
 """Grammars over a model's tokens, by llguidance.
 
-llguidance bounds the work of each token: a grammar beyond its limits excludes every token. It does not bound the work
-of its compiler, therefore `trial` comes first.
+llguidance bounds the work of each token, and a text's share of a processor is bounded here: a grammar beyond one of
+these limits excludes every token. Nothing bounds the work of the compiler, therefore `trial` comes first.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,16 @@ FIELD = "structured_outputs"
 KEPT_GRAMMARS, KEPT_VOCABULARIES = 16, 4
 KEPT_TEXTS = 1024
 """Forced texts of a vocabulary whose tokens are remembered: all samples of a schema have the same, such as its keys."""
+
+FORCED_CHARACTERS = 256
+"""Of a longer text that a grammar forces, only the beginning is tokenized at once: llguidance asks again after each
+token."""
+
+ITEMS_IN_A_STATE = 500
+"""Of llguidance's parser: the time of a token grows with them. A schema of 60 properties with 30 values has 250."""
+
+FIRST_S, TOKEN_S = 0.02, 0.0005
+"""The time of a processor that a text may take: so much, and so much for each token. A schema takes 0.1 ms a token."""
 
 SHOWN_CHARACTERS = 200
 MAX_GRAMMAR_CHARACTERS = 1 << 18
@@ -49,16 +60,22 @@ class TokenGrammarState:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
+        self._left_s = FIRST_S
 
     def allowed(self, bits: np.ndarray) -> None:
-        """Writes the tokens that may come next; none once a limit of llguidance was reached."""
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error():
+        """Writes the tokens that may come next; none once a limit was reached."""
+        if self._left_s > 0:
+            began = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            self._left_s -= time.thread_time() - began
+        if self._left_s <= 0 or self._matcher.is_error():
             bits[:] = 0
 
     def advance(self, token: int) -> None:
         """Adds a token."""
+        began = time.thread_time()
         self._matcher.consume_token(token)
+        self._left_s += TOKEN_S - (time.thread_time() - began)
 
 
 def compile_grammar(
@@ -158,7 +175,8 @@ def _as_llguidance(compiler: Any, field: str, value: Any) -> str:
     if field == "choice":
         if not value:
             raise ValueError("it is empty")
-        return compiler.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
+        # One terminal: the lexer takes any number of texts, the parser would have an item for each.
+        return compiler.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}")
     if "::=" in value:
         from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark  # an extra
 
@@ -178,7 +196,8 @@ def first_state(tokens: Any, grammar: str) -> tuple[Any, str]:
     """A matcher at the beginning of a text, and what is wrong with its grammar."""
     import llguidance  # an extra
 
-    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+    limits = llguidance.LLParserLimits(max_items_in_row=ITEMS_IN_A_STATE)
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits show here first
     return matcher, matcher.get_error().split("\n<state>")[0] if matcher.is_error() else ""
@@ -215,7 +234,9 @@ class _Vocabulary:
         self._encode = lru_cache(KEPT_TEXTS)(self._encode_anew)
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        tokens = self._encode(text[:FORCED_CHARACTERS])
+        # The last ones may be others where the text goes on.
+        return tokens if len(text) <= FORCED_CHARACTERS else tokens[: max(1, len(tokens) // 2)]
 
     def _encode_anew(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
