@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import write_model
+from two_lanes import TwoLanes
 
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import (
@@ -28,6 +29,7 @@ from mint.errors import CheckpointError, MintError, NotFoundError
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "fake": lambda: FakeEngine(vocab_size=97),
+    "two lanes": lambda: TwoLanes(vocab_size=97),
     "torch": lambda: TorchEngine(dtype="float32", threads=1, device="cpu"),
     "transformers": lambda: TorchEngine(dtype="float32", threads=1, device="cpu", implementation="transformers"),
 }
@@ -381,6 +383,10 @@ def test_weights_may_be_dropped_and_trained_on_while_a_job_uses_them(engine: Eng
     with pytest.raises(NotFoundError):
         batch.add("late", own)
     assert not batch.keys
+
+
+def test_the_lanes_of_an_engine_are_one_or_two(engine: Engine) -> None:
+    assert engine.lanes in (1, 2)
 
 
 def test_several_batches_may_be_open(engine: Engine) -> None:

@@ -7,8 +7,8 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,10 +30,21 @@ Op = tuple[str, dict[str, Any]]
 
 
 _engines: WeakKeyDictionary[Service, Engine] = WeakKeyDictionary()
+_default_engine: list[Callable[[], Engine]] = [FakeEngine]
+
+
+@contextmanager
+def services_have(engine: Callable[[], Engine]) -> Iterator[None]:
+    """A block in which `open_service` makes this engine if none is given."""
+    _default_engine.append(engine)
+    try:
+        yield
+    finally:
+        _default_engine.pop()
 
 
 def open_service(data_dir: Path, *, engine: Engine | None = None, **options: Any) -> Service:
-    engine = engine or FakeEngine()
+    engine = engine or _default_engine[-1]()
     service = Service(engine, data_dir, aliases={}, **options)
     _engines[service] = engine
     service.start()

@@ -74,3 +74,16 @@ def test_training_begins_at_once_and_ends_the_wait_for_samples() -> None:
     assert condition.slept == [None, BURST_PAUSE_S]
     queue.wait(None)  # it has been woken already
     assert condition.slept == [None, BURST_PAUSE_S]
+
+
+def test_news_reach_every_lane() -> None:
+    queue, condition, add = sleeping_queue()
+    add()
+    queue.wait(None, lane="training")
+    assert condition.slept == []  # and no pause for a burst of samples
+    condition.script = [None]
+    queue.wait(None, lane="sampling")
+    assert condition.slept == [BURST_PAUSE_S]
+    condition.script = [queue.wake]
+    queue.wait(None, lane="training")  # its news are known
+    assert condition.slept == [BURST_PAUSE_S, None]

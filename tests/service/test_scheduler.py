@@ -156,6 +156,33 @@ def test_beside_what_runs_the_plan_is(name: str) -> None:
     assert outline(plan(pending, 5.0, sampling=running, fairness=fairness, gap_timeout_s=10.0)) == expected
 
 
+LANES: dict[str, tuple[Pending, SamplingLoad, object, object]] = {
+    "both have work": (Pending({"a": 1}, [A], [sample("x", 1.0)]), BUSY, ("a", 1), StepSamples(("x",))),
+    "samples alone": (Pending({}, [], [sample("x", 1.0)]), SamplingLoad(), Wait(None), StepSamples(("x",))),
+    "samples that run": (Pending(), BUSY, Wait(None), StepSamples()),
+    "training alone": (Pending({"a": 1}, [A]), SamplingLoad(), ("a", 1), Wait(None)),
+    "samples do not wait for a gap": (
+        Pending({"a": 1}, [train("a", 2, 3.0)], [sample("x", 1.0)]), SamplingLoad(), Wait(13.0), StepSamples(("x",)),
+    ),
+    "a gap is given up where training is": (
+        Pending({"a": 1}, [train("a", 2, -9.0)]), BUSY, ("a", (1,), (2,)), StepSamples(),
+    ),
+    "who was put back holds up samples alone": (
+        Pending({"a": 1}, [A], [replace(sample("x", 1.0), not_before=7.0)]), SamplingLoad(), ("a", 1), Wait(7.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_each_of_two_lanes_plans_for_itself(name: str) -> None:
+    pending, running, trains, samples = LANES[name]
+    # training that is ahead holds up nobody here
+    found = plan(pending, 5.0, lane="training", sampling=running, fairness=BEHIND, gap_timeout_s=10.0)
+    assert outline(found) == trains
+    found = plan(pending, 5.0, lane="sampling", sampling=running, fairness=BEHIND, gap_timeout_s=10.0)
+    assert outline(found) == samples
+
+
 @pytest.mark.parametrize("running", [SamplingLoad(), BUSY], ids=["nothing", "samples"])
 def test_a_gap_is_given_up_in_the_end_whatever_else_is_done(running: SamplingLoad) -> None:
     waiting = Pending({"a": 2, "b": 1}, [train("a", 6, 4.0), train("a", 4, 0.0), train("b", 1, 0.0)])

@@ -31,6 +31,7 @@ from mint.engine.protocol import (
 from mint.engine.torch_engine import TorchEngine
 from mint.server.callers import LOCAL, Caller
 from mint.server.queue.queue import RequestQueue
+from mint.server.queue.scheduler import Lane
 
 STEP_S = 2.0**-7
 PASS_S = 5 * STEP_S  # exact in binary, so that equal shares are equal
@@ -91,10 +92,10 @@ class TracedQueue(RequestQueue):
         super().__init__()
         self._engine = engine
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None, *, lane: Lane = "all") -> None:
         if self._engine.notes_waits:
             self._engine.trace.append(("wait", timeout_s))
-        super().wait(timeout_s)
+        super().wait(timeout_s, lane=lane)
 
 
 class TracedBatch(FakeBatch):

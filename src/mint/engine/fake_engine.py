@@ -72,9 +72,11 @@ class FakeEngine:
         context_length: int = 512,
         state_bytes: int = 0,
         memory_bytes: int | None = None,
+        lanes: int = 1,
     ) -> None:
         """`state_bytes` pads the saved state, to reach the service's rule for large states. `memory_bytes` is what is
         there for models, each of which takes `MODEL_BYTES` for a rank."""
+        self.lanes = lanes
         self._memory_bytes = memory_bytes
         self.vocab_size = vocab_size
         self._context_length = context_length

@@ -1,6 +1,7 @@
 """The contract of every engine (torch, fake): its operations, and the values that go in and out, in numpy.
 
-The service has validated everything that arrives here. An engine is called from one thread at a time.
+The service has validated everything that arrives here. Each lane of an engine is called from one thread at a time
+(`Engine.lanes`).
 
 Letters: N tokens of one datum · K alternatives per position · P prompt tokens · Q tokens asked about in it · T sampled
 tokens.
@@ -298,7 +299,7 @@ the step."""
 
 
 class SampleBatch(Protocol):
-    """Jobs that are sampled together; they join and leave between two steps. Used on the engine's thread.
+    """Jobs that are sampled together; they join and leave between two steps. Used on the lane that samples.
 
     The result of a job is a function of that job alone, not of the other jobs or of when it joined. After `step` has
     raised, the batch must not be used any more.
@@ -322,7 +323,10 @@ class SampleBatch(Protocol):
         ...
 
     def step(self) -> dict[str, SampleResult]:
-        """Computes some prompt tokens and one token of every sequence; returns the results of the jobs that ended."""
+        """Computes some prompt tokens and one token of every sequence; returns the results of the jobs that ended.
+
+        An engine that draws samples elsewhere waits a moment for news of them instead.
+        """
         ...
 
 
@@ -337,7 +341,17 @@ def sample_together(batch: SampleBatch, jobs: Sequence[SampleJob]) -> list[Sampl
 
 
 class Engine(Protocol):
-    """The arithmetic behind the service."""
+    """The arithmetic behind the service.
+
+    With two `lanes`, an engine trains and samples at the same time. `open_batch`, what it opens, `sample`,
+    `load_weights` and `drop_weights` are called on the lane that samples; `load_base` on either one, by one thread at
+    a time; all others on the lane that trains. The lanes meet in published weights alone.
+    """
+
+    @property
+    def lanes(self) -> int:
+        """1: one thread at a time calls the engine. 2: one trains while another samples."""
+        ...
 
     def load_base(self, name: str, path: str) -> BaseInfo:
         """Loads the weights in `path` (a Hugging Face folder) as base `name`; does nothing if it is loaded."""
@@ -413,7 +427,11 @@ class Engine(Protocol):
         ...
 
     def publish(self, model_id: str, weights_id: str) -> None:
-        """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
+        """Freezes a copy of the model's weights for sampling; later steps do not touch it.
+
+        `weights_id` names this version, and jobs of it may be added from now on. If the copy takes a while to reach
+        where samples are drawn, this does not wait for it: the jobs do, in their batch.
+        """
         ...
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:

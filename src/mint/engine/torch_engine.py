@@ -68,6 +68,8 @@ class _Published:
 class TorchEngine:
     """`Engine` on one device. `threads` is part of what makes a run reproducible bit for bit."""
 
+    lanes = 1
+
     def __init__(
         self,
         *,

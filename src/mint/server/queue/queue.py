@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mint.errors import OverloadedError
 from mint.server.limits import MAX_WAITING_REQUESTS
 from mint.server.queue.jobs import QueuedSample, TrainingJob
-from mint.server.queue.scheduler import Pending
+from mint.server.queue.scheduler import Lane, Pending
 
 BURST_PAUSE_S = 0.001
 MAX_BURST_PAUSES = 5
@@ -51,7 +51,7 @@ class RequestQueue:
     """Training requests by model and number, and sample requests in order of arrival."""
 
     def __init__(self, limits: QueueLimits | None = None, *, condition: threading.Condition | None = None) -> None:
-        """The worker sleeps on `condition`, which holds the queue's lock."""
+        """The lanes of the engine sleep on `condition`, which holds the queue's lock."""
         self._limits = limits or QueueLimits()
         self._changed = condition or threading.Condition()
         self._next_seq: dict[str, int] = {}
@@ -61,7 +61,7 @@ class RequestQueue:
         self._bytes: Counter[str] = Counter()
         self._held_models: frozenset[str] = frozenset()
         self._held_prefix: tuple[str, ...] = ()
-        self._woken = False
+        self._woken: set[Lane] = set()
         self._pending: Pending | None = None  # made again after a change: the scheduler asks before every step
 
     # --- adding --------------------------------------------------------------------------------------------------
@@ -235,18 +235,19 @@ class RequestQueue:
 
     # --- sleeping ------------------------------------------------------------------------------------------------
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Sleeps until something is added, `wake` is called, or the time has passed.
+    def wait(self, timeout_s: float | None, *, lane: Lane = "all") -> None:
+        """Sleeps until something is added, `wake` is called, or the time has passed; one thread of each lane.
 
-        While sample requests keep coming it sleeps on for short pauses, so that they start in one batch.
+        While sample requests keep coming, a lane that samples sleeps on for short pauses, so that they start in one
+        batch.
         """
         with self._changed:
-            if not self._woken:
+            if lane not in self._woken:
                 self._changed.wait(timeout_s)
-            self._woken = False
+            self._woken.discard(lane)
             for _ in range(MAX_BURST_PAUSES):
                 before = len(self._samples)
-                if not before or self._training:
+                if not before or lane == "training" or (lane == "all" and self._training):
                     return
                 # later samples of a burst do not notify, so a notification is other news
                 if self._changed.wait(BURST_PAUSE_S) or len(self._samples) == before:
@@ -265,7 +266,7 @@ class RequestQueue:
                 del counter[request.owner]
 
     def _wake(self) -> None:
-        self._woken = True  # the worker may be busy: a notification alone would be lost
+        self._woken = {"all", "training", "sampling"}  # a lane may be busy: a notification alone would be lost
         self._changed.notify_all()
 
 

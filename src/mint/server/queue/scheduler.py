@@ -6,14 +6,17 @@ batch. Once training is `SLICE_S` ahead, samples catch up. Among training reques
 have used, then the models of an owner. The requests of a model run strictly in `seq_id` order. A missing one holds up
 those behind it for `gap_timeout_s`; then all of them are given up.
 
+An engine with two lanes trains and samples at the same time. Each lane asks for itself; neither waits for the other.
+
 Knows nothing of engines, threads or journals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from mint.server.queue.fairness import Fairness
 from mint.server.queue.jobs import QueuedSample, TrainingJob
@@ -29,6 +32,9 @@ MAX_OWNER_SEQUENCES = 1024
 when some samples of a request end before the others. The engine gives owners equal shares of its rows."""
 
 NEW_FAIRNESS = Fairness()
+
+Lane = Literal["all", "training", "sampling"]
+"""What a thread of the engine does: everything, where there is one lane; or one of the two."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,17 @@ def plan(
     pending: Pending,
     now: float,
     *,
+    lane: Lane = "all",
     sampling: SamplingLoad = NO_LOAD,
     fairness: Fairness = NEW_FAIRNESS,
     gap_timeout_s: float = GAP_TIMEOUT_S,
     gaps_since: float = float("-inf"),
 ) -> Plan:
-    """The next thing to do. Before `gaps_since` no request could arrive, so no gap is older."""
+    """The next thing that a lane does. Before `gaps_since` no request could arrive, so no gap is older."""
+    if lane == "training":
+        pending, sampling = replace(pending, samples=()), NO_LOAD
+    elif lane == "sampling":
+        pending = replace(pending, training=())
     samples, samples_from = pending.samples, None
     if pending.postponed:
         samples = [sample for sample in samples if sample.not_before <= now]

@@ -1,1 +1,1 @@
-"""The engine's thread: runs accepted requests, and recovers models after a restart."""
+"""The engine's threads: run accepted requests, and recover models after a restart."""

@@ -1,6 +1,6 @@
 """The base models that this service offers: their folders, and what the engine knows of them.
 
-Any thread may resolve names; weights are loaded on the worker's thread, when first needed. Names of the same folder
+Any thread may resolve names; weights are loaded on a lane of the engine, when first needed. Names of the same folder
 share its weights.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ class BaseModels:
         self._offered = None if offered is None else frozenset(offered)
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, BaseInfo] = {}
+        self._loading = threading.Lock()
 
     def folder(self, name: str) -> Path:
         """The folder with the weights.
@@ -66,11 +68,12 @@ class BaseModels:
         return str(self.folder(name))
 
     def load(self, name: str) -> BaseInfo:
-        """The engine's description of a base model, loaded if it is not yet. Worker's thread only."""
+        """The engine's description of a base model, loaded if it is not yet. For the lanes of the engine."""
         key = str(self.folder(name))
-        if key not in self._infos:
-            self._infos[key] = self._engine.load_base(key, key)
-        return self._infos[key]
+        with self._loading:
+            if key not in self._infos:
+                self._infos[key] = self._engine.load_base(key, key)
+            return self._infos[key]
 
     def loaded(self, name: str) -> BaseInfo | None:
         """The engine's description of a base model; None while it is not loaded."""

@@ -1,7 +1,7 @@
 """Keeps the models in the engine within their memory: those that were used longest ago are parked.
 
 A parked model is not in the engine. Its state is in a snapshot and in the journal, and its next request restores it bit
-for bit, as after a restart. Used on the worker's thread, except the properties. Knows no queue and no HTTP.
+for bit, as after a restart. Used on the thread that trains, except the properties. Knows no queue and no HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samplers, which of their weights the engine holds, and which unnamed ones are kept.
 
 A sampler's weights never change: they are frozen when published, and their file brings them back after a restart or
-after the engine dropped them. Used on the worker's thread, except `row`.
+after the engine dropped them. Used on the thread that samples, except `row`.
 
 A training loop publishes weights without a name at every step. So that the disk does not fill, unnamed samplers of a
 model go, least recently used first: `superseded` has the rule. Named checkpoints and samplers of them never go.
@@ -172,6 +172,8 @@ class Samplers:
         Where all files together take too much, samplers of other models go, too. `busy` gives the samplers with
         requests that wait or run: these stay.
         """
+        if model_id not in self._used_at:  # its session has ended meanwhile
+            return
         if model_id not in self._recalled:
             self._recall(model_id)
         is_short = self._disk is not None and self._disk.is_short

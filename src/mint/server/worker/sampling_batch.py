@@ -3,7 +3,7 @@
 An error of the engine ends its batch. Each request that was in it is then run again alone, once, so that only the one
 at fault fails; tokens that were streamed already are not streamed again. A request whose weights cannot be read now (no
 descriptor is left, the journal is locked) fails neither: it is handed back, to be run later. So is one for which memory
-is short, for a while. Used on the worker's thread.
+is short, for a while. Used on the thread that samples.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""The engine's thread: plan → run → finish, until it is told to stop.
+"""The threads of the engine: plan → run → finish, until they are told to stop.
 
-All calls to the engine happen here, one at a time. An error becomes the failed future of its request, and the loop goes
-on. Does not know HTTP, nor what makes a request valid.
+All calls to the engine happen here, one at a time in each of its lanes. An engine with one lane has one thread. With
+two lanes, one thread trains and one samples: the second uses the sampling batch and what `Samplers` has in the engine,
+the first everything else. They meet in published weights, and the one that samples never waits for the other.
+
+An error becomes the failed future of its request, and the loop goes on. Does not know HTTP, nor what makes a request
+valid.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 from mint.errors import DamagedDataError, JournalError, OutOfMemoryError, RequestFailedError
 from mint.server.ids import RequestId, request_id
@@ -21,8 +24,9 @@ from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.fairness import Fairness
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import TrainingJob
+from mint.server.queue.lane_thread import LaneThread
 from mint.server.queue.queue import RequestQueue
-from mint.server.queue.scheduler import GAP_TIMEOUT_S, NO_LOAD, GiveUp, RunTraining, StepSamples, plan
+from mint.server.queue.scheduler import GAP_TIMEOUT_S, NO_LOAD, GiveUp, Lane, RunTraining, StepSamples, plan
 from mint.server.store.journal import Finish, Journal
 from mint.server.store.obsolete import discard_files
 from mint.server.worker.samplers import Samplers
@@ -38,7 +42,7 @@ MEMORY_RETRY_S = 0.5
 
 
 class Worker:
-    """One thread, one engine."""
+    """One engine, and a thread for each of its lanes."""
 
     def __init__(
         self,
@@ -73,15 +77,20 @@ class Worker:
         self._batch = SamplingBatch(trainer.models.engine, samplers)
         self._fairness = Fairness()
         self.eta = Eta(clock=clock)
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_training = False
-        self._stopping = threading.Event()
         self._save_until = 0.0
         journal.storage.on_recovery = queue.wake
-        self._thread = threading.Thread(target=self._loop, name="mint-worker", daemon=True)
+        self._has_two_lanes = trainer.models.engine.lanes == 2
+        first: Lane = "training" if self._has_two_lanes else "all"
+        self._trains = LaneThread("mint-worker", partial(self._loop, first), wake=queue.wake)
+        self._samples = self._trains
+        if self._has_two_lanes:
+            self._samples = LaneThread("mint-sampling", partial(self._loop, "sampling"), wake=queue.wake)
 
     def start(self) -> None:
-        self._thread.start()
+        self._trains.start()
+        if self._has_two_lanes:
+            self._samples.start()
 
     def stop(self, *, save_within_s: float = 0.0) -> None:
         """Returns after the request that is running; what waits stays in the journal.
@@ -90,23 +99,20 @@ class Worker:
         not replay their requests.
         """
         self._save_until = time.monotonic() + save_within_s
-        self._stopping.set()
-        self._queue.wake()
-        if self._thread.is_alive():
-            self._thread.join()
-        # Calls that came too late for the loop: among other things they delete the files of ended sessions.
-        while not self._calls.empty():
-            self._calls.get()()
+        self._trains.stop()
+        if self._has_two_lanes:
+            self._samples.stop()  # second: the other one may wait for a call here
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are being worked on."""
-        return self._thread.is_alive()
+        return self._trains.is_alive and self._samples.is_alive
 
     @property
     def sampling_now(self) -> list[str]:
-        """The requests in the step of sampling that the engine is at; none while it trains. For this thread only."""
-        return [] if self._is_training else self._batch.running
+        """The requests in the step of sampling that this thread of the engine is at; none where it trains."""
+        is_sampling = self._samples.is_current if self._has_two_lanes else not self._is_training
+        return self._batch.running if is_sampling else []
 
     @property
     def sampled_sequences(self) -> int:
@@ -114,37 +120,52 @@ class Worker:
         return self._batch.sequences
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Runs something on this thread, between two requests."""
-        self._calls.put(callback)
-        self._queue.wake()
+        """Runs something on the thread that trains, between two requests."""
+        self._trains.call_soon(callback)
 
     def end_session(self, session_id: str, models: list[str], files: list[str]) -> None:
         """Takes what a session has out of the engine, soon, and removes its files."""
 
-        def end() -> None:
+        def end_samples() -> None:
             self._batch.cancel_session(session_id)
             self._samplers.end_session(session_id)
-            self._drop_models(models, files)
 
-        self.call_soon(end)
+        def end() -> None:
+            self._drop_models(models, files)
+            if self._has_two_lanes:  # a request that ran meanwhile may have published weights
+                self._samples.call_soon(end_samples)
+
+        self._samples.call_soon(end_samples)
+        self._trains.call_soon(end)
 
     def suspend_session(self, session_id: str, models: list[str]) -> None:
         """Takes what a session has out of the engine. Its files stay, and bring all of it back when it is needed.
 
-        For this thread only. The futures of its samples are forgotten: a client that comes back sends them again.
+        For the thread that trains. The futures of its samples are forgotten: a client that comes back sends them again.
         """
-        while cancelled := self._batch.cancel_session(session_id):
-            self._sample((), unwanted=cancelled)
-        for name in self._futures.open_of(session_id):
-            parsed = RequestId.parse(name)
-            if parsed is not None and parsed.is_sample:
-                self._futures.forget(name)
-        self._samplers.end_session(session_id)
+
+        def suspend_samples() -> None:
+            while cancelled := self._batch.cancel_session(session_id):
+                self._sample((), unwanted=cancelled)
+            for name in self._futures.open_of(session_id):
+                parsed = RequestId.parse(name)
+                if parsed is not None and parsed.is_sample:
+                    self._futures.forget(name)
+            self._samplers.end_session(session_id)
+
+        self._samples.call(suspend_samples)
         self._drop_models(models, [])
 
     def drop_model(self, model_id: str, files: list[str]) -> None:
         """Takes a model out of the engine, soon, and removes its files."""
         self.call_soon(lambda: self._drop_models([model_id], files))
+
+    def _do_where_samples_are(self, callback: Callable[[], None]) -> None:
+        """Does something with the samplers in the engine: now, or soon if another thread samples."""
+        if self._has_two_lanes:
+            self._samples.call_soon(callback)
+        else:
+            callback()
 
     def _drop_models(self, models: list[str], files: list[str]) -> None:
         for model_id in models:
@@ -153,31 +174,34 @@ class Worker:
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        housekeeping_at = self._clock() + HOUSEKEEPING_S
-        while not self._stopping.is_set():
+    def _loop(self, lane: Lane) -> None:
+        thread = self._samples if lane == "sampling" else self._trains
+        housekeeping_at = math.inf if lane == "sampling" else self._clock() + HOUSEKEEPING_S
+        while not thread.stopping.is_set():
             try:
-                while not self._calls.empty():
-                    self._calls.get()()
+                thread.run_calls()
                 if self._clock() >= housekeeping_at:
                     housekeeping_at = self._clock() + HOUSEKEEPING_S
                     if self._journal.storage.problem is None:
                         self._housekeeping()
-                self._run_next(housekeeping_at)
+                self._run_next(lane, housekeeping_at)
             except DamagedDataError as error:
                 log.error("%s", error)
-                self._stopping.wait(JOURNAL_RETRY_S)
+                thread.stopping.wait(JOURNAL_RETRY_S)
             except JournalError as error:
                 if self._journal.storage.problem is None:  # otherwise training waits, and sampling goes on
                     log.error("journal unavailable: %s", error)
-                    self._stopping.wait(JOURNAL_RETRY_S)
+                    thread.stopping.wait(JOURNAL_RETRY_S)
             except OutOfMemoryError as error:
                 log.warning("%s; it is tried again", error)
-                self._stopping.wait(MEMORY_RETRY_S)
+                thread.stopping.wait(MEMORY_RETRY_S)
             except Exception:  # the boundary: no error between two requests may end the service
                 log.exception("the worker failed between two requests")
-                self._stopping.wait(JOURNAL_RETRY_S)
+                thread.stopping.wait(JOURNAL_RETRY_S)
+        if lane != "sampling":
+            self._save_all()
 
+    def _save_all(self) -> None:
         try:
             self._trainer.memory.save_all(until=self._save_until)
         except (JournalError, DamagedDataError) as error:
@@ -185,16 +209,18 @@ class Worker:
         except Exception:  # the boundary: as above
             log.exception("the models were not saved, and some requests will be replayed")
 
-    def _run_next(self, housekeeping_at: float) -> None:
+    def _run_next(self, lane: Lane, housekeeping_at: float) -> None:
         now = self._clock()
         pending = self._queue.pending()
         if self._journal.storage.problem is not None:
             pending = replace(pending, training=())
-            self._gaps_since = now  # a missing request could not arrive either: it was refused
-        sampling = self._batch.load if self._batch.sequences else NO_LOAD
+            if lane != "sampling":
+                self._gaps_since = now  # a missing request could not arrive either: it was refused
+        sampling = self._batch.load if lane != "training" and self._batch.sequences else NO_LOAD
         match plan(
             pending,
             now,
+            lane=lane,
             sampling=sampling,
             fairness=self._fairness,
             gap_timeout_s=self._gap_timeout_s,
@@ -202,19 +228,20 @@ class Worker:
         ):
             case RunTraining(job):
                 self._train(job)
-                beside_samples = bool(pending.samples or sampling.sequences)
+                beside_samples = lane == "all" and bool(pending.samples or sampling.sequences)
                 seconds = self._clock() - now
                 self._fairness = self._fairness.after_training(
                     job.owner, job.model_id, seconds, beside_samples=beside_samples
                 )
             case StepSamples(joining):
                 self._sample(joining)
-                self._fairness = self._fairness.after_sampling(self._clock() - now)
+                if lane == "all":
+                    self._fairness = self._fairness.after_sampling(self._clock() - now)
             case GiveUp(model_id, missing, waiting):
                 self._give_up(model_id, missing, waiting)
             case wait:
                 until = housekeeping_at if wait.until is None else min(wait.until, housekeeping_at)
-                self._queue.wait(max(0.0, until - now))
+                self._queue.wait(None if math.isinf(until) else max(0.0, until - now), lane=lane)
 
     def _train(self, job: TrainingJob) -> None:
         name = request_id(job.model_id, job.seq_id)
@@ -245,12 +272,12 @@ class Worker:
         if not is_known:  # its session has ended meanwhile
             self._trainer.models.drop(job.model_id)
             if finish.sampler is not None:
-                self._samplers.withdraw(finish.sampler)
+                self._do_where_samples_are(partial(self._samplers.withdraw, finish.sampler))
                 discard_files(self._journal, self._data_dir, [finish.sampler.file or ""])
             return
         self._note_result(job.owner, len(finish.result))
         if finish.sampler is not None:
-            self._samplers.published(finish.sampler)
+            self._do_where_samples_are(partial(self._samplers.published, finish.sampler))
         self._queue.advance(job.model_id, job.seq_id)
 
         durability = self._journal.durability
@@ -262,7 +289,8 @@ class Worker:
             discard = partial(discard_files, self._journal, self._data_dir, outcome.obsolete_files)
             durability.call_when_durable(durability.newest_commit, discard)
         if finish.sampler is not None:
-            self._samplers.drop_superseded(finish.model_id, busy=self._busy_samplers)
+            drop = partial(self._samplers.drop_superseded, finish.model_id, busy=self._busy_samplers)
+            self._do_where_samples_are(drop)
         with self._journal.storage.writing("which request runs"):
             self._note_running("")  # only now: a death before the commit counts as one in this request
 
