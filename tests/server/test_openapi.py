@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -78,6 +79,14 @@ def test_the_page_names_every_route_and_runs_nothing(tmp_path: Path) -> None:
         response = Person(server).send("GET", "/docs")
         assert Person(server).send("GET", "/openapi.json").json() == DOCUMENT
     page, policy = response.text, response.headers["content-security-policy"]
-    assert all(row.path in page for row in ROUTES)
+    shown = html.unescape(page)
+    paths = [re.sub(r"\{(\w+)(?::\w+)?\}", r"{\1}", row.path) for row in ROUTES]
+    assert all(f"{row.method} {path}" in shown for row, path in zip(ROUTES, paths, strict=True))
+    schemas = DOCUMENT["components"]["schemas"]
+    for operation in (operation for methods in DOCUMENT["paths"].values() for operation in methods.values()):
+        assert f'id="{operation["operationId"]}"' in page and operation["summary"] in shown
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        assert all(f"<code>{field}</code>" in page for field in schemas.get(name, {}).get("properties", ())), name
     assert "<script" not in page and "http://" not in page and "https://" not in page
     assert "default-src 'none'" in policy and "unsafe" not in policy and "script-src" not in policy

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -26,8 +27,19 @@ UPLOADS = frozenset({f"{wire.API_PREFIX}/checkpoints/upload"})
 """The routes that take a file."""
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h2 { margin-top: 2rem; } li { margin: .4rem 0; } code { font-size: .9em; } .open { color: #667; }
+:root { color-scheme: light dark; --text: light-dark(#1b211f, #dde4e0); --muted: light-dark(#5a6560, #95a29c);
+  --line: light-dark(#dfe3e0, #29302d); --bg: light-dark(#f6f7f6, #111413); --panel: light-dark(#fff, #181c1a);
+  --accent: light-dark(#0b6b5c, #5ec7ae); }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--bg); max-width: 62rem;
+  margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+a { color: var(--accent); } code, pre { font: 13px/1.5 ui-monospace, monospace; } h2 { margin: 2rem 0 .5rem; }
+nav ul { columns: 2; padding-left: 1.2rem; } .muted { color: var(--muted); }
+details { background: var(--panel); border: 1px solid var(--line); border-radius: 4px; margin: .35rem 0; }
+summary { cursor: pointer; padding: .4rem .7rem; } details > div { padding: 0 .9rem .7rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 500; color: var(--muted); }
+pre { padding: .5rem .7rem; border: 1px solid var(--line); border-radius: 4px; white-space: pre-wrap; }
 """
 _STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 PAGE_HEADERS = {
@@ -180,18 +192,110 @@ def _group(row: RouteRow) -> str:
     return "OpenAI-compatible" if "/v1/" in row.path else "operations"
 
 
-@cache
-def page(rows: tuple[RouteRow, ...]) -> str:
-    """The same as a page, without scripts and without resources from other addresses."""
+# --- the page for people ---------------------------------------------------------------------------------------------
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """An OpenAPI document as a page to read, without scripts and without resources from other addresses."""
     groups: dict[str, list[str]] = {}
-    for row in rows:
-        open_mark = ' <span class="open">(no key)</span>' if row.is_open else ""
-        line = f"<li><code>{row.method} {html.escape(row.path)}</code>{open_mark}<br>{html.escape(_sentence(row))}</li>"
-        groups.setdefault(_group(row), []).append(line)
-    body = "".join(f"<h2>{name}</h2><ul>{''.join(lines)}</ul>" for name, lines in groups.items())
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>mint: the API</title>'
-        f"<style>{STYLE}</style></head><body><h1>mint {html.escape(VERSION)}: the API</h1>"
-        f'<p>All of it, for programs: <a href="/openapi.json">openapi.json</a>. A key goes into the header '
-        f"<code>X-API-Key</code> or <code>Authorization: Bearer</code>.</p>{body}</body></html>"
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            groups.setdefault(operation["tags"][0], []).append(
+                _shown_operation(document, method.upper(), path, operation)
+            )
+    contents = "".join(
+        f'<li><a href="#{_anchor(name)}">{html.escape(name)}</a> ({len(found)})</li>' for name, found in groups.items()
     )
+    body = "".join(
+        f'<h2 id="{_anchor(name)}">{html.escape(name)}</h2>{"".join(found)}' for name, found in groups.items()
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>mint: the HTTP API</title><style>{STYLE}</style></head><body><main>"
+        f"<h1>mint {html.escape(VERSION)}: the HTTP API</h1>"
+        "<p>Open a line to see what a route takes and answers. Training requests are accepted at once, and their "
+        "results are fetched with <code>retrieve_future</code>. A key goes into the header <code>X-API-Key</code> or "
+        "<code>Authorization: Bearer</code>; routes marked “no key” need none. An error is "
+        '<code>{"error", "field", "value", "remedy"}</code>.</p>'
+        '<p>For programs: <a href="/openapi.json">openapi.json</a>. The <a href="/">dashboard</a> shows runs.</p>'
+        f'<nav aria-label="Groups of routes"><ul>{contents}</ul></nav>{body}</main></body></html>'
+    )
+
+
+def _shown_operation(document: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> str:
+    mark = "" if operation["security"] else ' <span class="muted">no key</span>'
+    content = operation.get("requestBody", {}).get("content", {})
+    answer = operation["responses"]["200"].get("content", {})
+    parts = [
+        _fields(document, "It takes", content.get(wire.MEDIA_TYPE, {}).get("schema")),
+        _fields(document, "It answers", answer.get(wire.MEDIA_TYPE, {}).get("schema")),
+        f"<pre>{html.escape(_curl(method, path, content, needs_key=bool(operation['security'])))}</pre>",
+    ]
+    return (
+        f'<details id="{operation["operationId"]}"><summary><code>{method} {html.escape(path)}</code>{mark}<br>'
+        f"{html.escape(operation['summary'])}</summary><div>{''.join(parts)}</div></details>"
+    )
+
+
+def _fields(document: Mapping[str, Any], title: str, schema: Mapping[str, Any] | None) -> str:
+    """The fields of a message as a table; nothing for a message without fields."""
+    found = _resolved(document, schema or {})
+    fields: Mapping[str, Any] = found.get("properties", {})
+    if not fields:
+        return ""
+    required = set(found.get("required", ()))
+    rows = "".join(
+        f"<tr><td><code>{html.escape(name)}</code></td><td>{html.escape(_type_in_words(field))}</td>"
+        f"<td>{_need(name in required, field)}</td></tr>"
+        for name, field in fields.items()
+    )
+    heads = "".join(f'<th scope="col">{head}</th>' for head in (title, "Type", "Default"))
+    about = str(found.get("description", "")).partition("\n\n")[0]
+    text = f"<p>{html.escape(about)}</p>" if about else ""
+    return f"{text}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _need(is_required: bool, field: Mapping[str, Any]) -> str:
+    if is_required:
+        return "required"
+    return f"<code>{html.escape(json.dumps(field['default']))}</code>" if "default" in field else ""
+
+
+def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return document["components"]["schemas"][name] if name else schema
+
+
+def _type_in_words(field: Mapping[str, Any]) -> str:
+    """The type of a field in words."""
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    for several in ("anyOf", "oneOf", "allOf"):
+        if several in field:
+            return " or ".join(dict.fromkeys(_type_in_words(one) for one in field[several]))
+    if "enum" in field:
+        return " or ".join(map(str, field["enum"]))
+    if "const" in field:
+        return str(field["const"])
+    kind = field.get("type", "any")
+    if kind == "array":
+        return f"list of {_type_in_words(field.get('items', {}))}"
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _curl(method: str, path: str, content: Mapping[str, Any], *, needs_key: bool) -> str:
+    words = ["curl", "-s"] + (["-X", method] if method not in ("GET", "POST") else [])
+    if needs_key:
+        words.append('-H "X-API-Key: $MINT_API_KEY"')
+    if wire.MEDIA_TYPE in content:
+        words.append(f"-H 'content-type: {wire.MEDIA_TYPE}' -d @request.json")
+    elif content:
+        words.append("-F file=@FILE")
+    elif method == "POST":
+        words.append("-X POST")
+    return " ".join([*words, f'"$MINT_BASE_URL{path}"'])
+
+
+def _anchor(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -57,7 +59,8 @@ def describe(call: Call) -> Response:
 
 def docs(call: Call) -> Response:
     """This description, as a page to read."""
-    page = openapi.page(call.request.app.state.rows)
+    state = call.request.app.state
+    page = openapi.page(json.loads(openapi.document(state.rows, asks_keys=state.asks_keys)))
     return Response(page, media_type="text/html; charset=utf-8", headers=openapi.PAGE_HEADERS)
 
 
