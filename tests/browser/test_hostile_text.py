@@ -93,8 +93,8 @@ def test_what_is_very_long_comes_in_parts_and_stays_in_its_card(samples: Any) ->
 
 def test_half_a_pair_of_surrogates_breaks_no_page(tab: Tab) -> None:
     page = tab.open(path_of(RUN))
-    page.locator(".settings summary").click()
-    assert "alone" in page.locator(".settings").inner_text()
+    page.locator(".settings summary").first.click()
+    assert "alone" in page.locator(".settings").first.inner_text()
     wait_until(lambda: page.locator("[data-chart=reward] canvas").count())
     tab.open(path_of(RUN, f"/rollouts?step={STEP}&group=0&row={SAID.index(SURROGATE)}"))
     assert "alone" in card_of(tab.page, SURROGATE).inner_text()
