@@ -78,7 +78,7 @@ def test_pages_of_runs_and_of_the_service_work_behind_the_login(outside: Tab, lo
     sign_in(outside, locked[1])
     for path in ("/", path_of("tools"), "/service"):
         outside.open(path)
-        page.wait_for_selector("#live[data-state=live]")
+        page.wait_for_selector("#live[data-state=live]", state="attached")  # hidden where nothing runs
         assert page.locator("#notice").is_hidden()
     now = httpx.get(f"{locked[0]}/dashboard/v1/service", headers={"x-api-key": locked[1]}, timeout=30).json()
     assert page.locator("[data-cell=models]").inner_text() == ", ".join(now["base_models"])

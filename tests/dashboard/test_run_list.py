@@ -12,7 +12,9 @@ import httpx
 import pytest
 from waiting import wait_until
 
+from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_list import SORT_BY, RunList, RunQuery, select_runs
+from mint.dashboard.run_readers import RunReaders
 from mint.runs.reader import RunReader, RunSummary
 from tests.dashboard.dashboard_harness import API, append, evaluation, showing, write_run
 from tests.generated_runs import write_long, write_many
@@ -103,6 +105,16 @@ def test_a_list_that_takes_long_is_answered_with_what_is_known(tmp_path: Path) -
     page = RunList(readers).page(RunQuery())  # ty: ignore[invalid-argument-type]
     readers.go_on.set()
     assert ([run.name for run in page.runs], page.found, page.total, page.is_whole) == (["a"], 1, 10_000, False)
+
+
+def test_a_list_that_was_read_once_is_whole_while_it_is_looked_at_again(tmp_path: Path) -> None:
+    readers = RunReaders(RunFolders([tmp_path]))
+    write_run(tmp_path / "runs" / "a", 1)
+    runs = RunList(readers)
+    wait_until(lambda: runs.page(RunQuery()).is_whole)
+    with readers._pass:  # as a pass does that takes long
+        page = runs.page(RunQuery())
+    assert page.is_whole and [run.name for run in page.runs] == ["a"]
 
 
 def test_checkpoints_come_newest_first_in_pages_with_the_best_on_each(client: httpx.Client) -> None:

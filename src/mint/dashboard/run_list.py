@@ -61,7 +61,7 @@ class RunQuery:
 
 @dataclass(frozen=True)
 class RunPage:
-    """`found` is how many runs fit the query, `total` how many there are. Not `is_whole`: some were not read yet."""
+    """`found` is how many runs fit the query, `total` how many there are. Not `is_whole`: some were never read yet."""
 
     runs: list[RunSummary]
     found: int
@@ -107,10 +107,12 @@ class RunList:
         self._readers = readers
         self._lock = threading.Lock()
         self._pass: _Pass | None = None
+        self._has_read_all = False
 
     def page(self, query: RunQuery) -> RunPage:
         """A page of the runs that fit a query."""
-        is_whole = self.refresh()
+        self._has_read_all |= self.refresh()
+        is_whole = self._has_read_all  # a later pass that takes long finds changes, and no page waits for those
         known = self._readers.known()
         found = select_runs(known, query)
         total = len(known) if is_whole else self._readers.count()
