@@ -50,6 +50,13 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     )
 
 
+def test_many_prompts_with_a_new_grammar_are_one_trial(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model=MODEL, prompt=["One"] * 16, max_tokens=9, extra_body={"guided_choice": ["a choice of many prompts"]}
+    )
+    assert len(reply.choices) == 16
+
+
 def is_animal(text: str) -> bool:
     found = json.loads(text)
     return found.keys() == {"kind", "age"} and found["kind"] in ("cat", "dog") and 0 <= found["age"] <= 9

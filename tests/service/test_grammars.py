@@ -199,6 +199,12 @@ def test_any_number_of_choices_may_be_given(sampler: mint.SamplingClient) -> Non
     assert set(texts(sampler, draw(sampler, wanted={"choice": choices}))) <= set(choices)
 
 
+def test_requests_that_bring_the_same_new_grammar_at_once_wait_for_one_trial(sampler: mint.SamplingClient) -> None:
+    params = types.SamplingParams(max_tokens=40, structured_outputs=types.StructuredOutputs(regex="(new|grammar){2,9}"))
+    sent = [sampler.sample(types.ModelInput.from_ints([5, number]), 1, params) for number in range(5, 25)]
+    assert all(len(each.result().sequences) == 1 for each in sent)
+
+
 def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
     folder = BUNDLED["mint/tiny"]
     wanted = types.StructuredOutputs(choice=["a word that nobody else asks for"])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mint.errors import OverloadedError
 from mint.server.child_process import ChildProcess
@@ -25,6 +26,7 @@ _turn = threading.Lock()
 _process = ChildProcess("mint.server.grammars.trial_process")
 _counting = threading.Lock()
 _waiting: Counter[str] = Counter()
+_same: WeakValueDictionary[tuple[str, str], threading.Lock] = WeakValueDictionary()
 
 
 def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
@@ -40,7 +42,11 @@ def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
     require_llguidance()
     field, value = field_and_value(wanted)
     require_short(field, value)
-    verdict = _verdict(owner, json.dumps({"folder": str(folder), "field": field, "value": value}))
+    task = json.dumps({"folder": str(folder), "field": field, "value": value})
+    with _counting:
+        same = _same.setdefault((owner, task), threading.Lock())
+    with same:  # requests that bring the same grammar at once need one trial
+        verdict = _verdict(owner, task)
     if "excess" in verdict:
         problem = f"cannot be compiled: it takes {verdict['excess']}"
         raise refusal(field, value, problem, "Make it smaller, less deep, or less exact")

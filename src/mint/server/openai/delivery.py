@@ -68,7 +68,7 @@ async def deliver(call: Call, generation: GenerationRequest, writer: ReplyWriter
     Raises:
         MintError: what the sampling failed with, in a stream only before the first token.
     """
-    source = generate(call.service, generation, live=stream)
+    source = generate(call.service, generation, live=stream, run_blocking=call.run_blocking)
     with call.use_key() as key, key.waiting():
         if not stream:
             return await unless_client_leaves(call.request, _whole(call, source, writer))

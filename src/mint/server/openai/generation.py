@@ -9,12 +9,14 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from mint.errors import InvalidRequestError
+from mint.server.http.route_table import RunBlocking
 from mint.server.openai.detokenizer import Detokenizer
 from mint.server.openai.generation_requests import GenerationRequest
 from mint.server.openai.schemas import FunctionCall
@@ -165,14 +167,19 @@ class _TokenQueue:
                 yield self._items.popleft()
 
 
-async def generate(service: Service, generation: GenerationRequest, *, live: bool) -> AsyncGenerator[ChoiceDelta]:
+async def generate(
+    service: Service, generation: GenerationRequest, *, live: bool, run_blocking: RunBlocking
+) -> AsyncGenerator[ChoiceDelta]:
     """Samples, and yields the deltas of all choices: with `live` as tokens come, else when a prompt is done.
 
-    Closing the generator early cancels the sampling.
+    Closing the generator early cancels the sampling. `run_blocking` runs what takes time.
 
     Raises:
         MintError: what a prompt failed with; the other prompts are cancelled.
     """
+    # Once, and not for each prompt: all have the same grammar.
+    with _named_as_sent(generation):
+        await run_blocking(service.sampling.prepare, generation.caller, generation.weights, generation.params)
     queue = _TokenQueue()
     cancelled = threading.Event()
     streams = live and not generation.needs_whole_result
@@ -200,7 +207,7 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
                 continue
             own = choices[item.prompt * generation.n : (item.prompt + 1) * generation.n]
             remaining = partial(_remaining_deltas, generation, item.prompt, own, item.task.result())
-            for number, delta in enumerate(await asyncio.to_thread(remaining)):
+            for number, delta in enumerate(await run_blocking(remaining)):
                 yield delta
                 if number % DELTAS_AT_ONCE == 0:  # a long result must not hold up the other requests
                     await asyncio.sleep(0)
@@ -245,13 +252,20 @@ async def _sample(
         queue.put(number * generation.n + sample, token, logprob)
 
     on_token = None if queue is None else put
-    caller, weights = generation.caller, generation.weights
+    with _named_as_sent(generation):
+        return await service.sampling.sample_now(
+            generation.caller, generation.weights, request, cancelled=cancelled, on_token=on_token
+        )
+
+
+@contextmanager
+def _named_as_sent(generation: GenerationRequest) -> Generator[None]:
+    """Errors of the format of the replies name the field that the caller sent."""
     try:
-        return await service.sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+        yield
     except InvalidRequestError as error:
         if not (error.field or "").startswith("structured_outputs"):
             raise
-        # what the caller sent has another name
         field, value, remedy = generation.format_field, error.value, error.remedy
         raise InvalidRequestError(error.message, field=field, value=value, remedy=remedy) from error
 

@@ -5,7 +5,6 @@ A client sends a lost request again, and gets the same samples. `sampling_sessio
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 import time
@@ -34,7 +33,7 @@ from mint.server.service.sample_deaths import SampleDeaths
 from mint.server.service.sampling_sessions import SamplingSessions
 from mint.server.service.sessions import Sessions
 from mint.server.store.rows import SamplerRow
-from mint.types import SampleResponse, UntypedPromise
+from mint.types import SampleResponse, SamplingParams, UntypedPromise
 from mint.types.sampling import LogprobsMode
 from mint.wire.requests import CancelFutureRequest, SampleRequest
 
@@ -110,6 +109,16 @@ class SamplingRequests:
         count = min(max(count, 0), MAX_SEQUENCE_IDS)
         return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
 
+    def prepare(self, caller: Caller, weights: SamplerRow, params: SamplingParams) -> None:
+        """Checks the grammar of requests with these parameters, and compiles it; slow.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled, or takes too much.
+            MissingExtraError: llguidance is not installed.
+            OverloadedError: too many grammars of the caller wait.
+        """
+        self._sampling_sessions.prepare(caller, weights, params)
+
     async def sample_now(
         self,
         caller: Caller,
@@ -121,11 +130,11 @@ class SamplingRequests:
     ) -> SampleResponse:
         """Samples from weights that the caller may read, without a session, in the same batch as all other samples.
 
+        Call `prepare` before.
+
         Raises:
             MintError: what the request failed with; `OverloadedError` if too many wait.
         """
-        if request.sampling_params.structured_outputs is not None:
-            await asyncio.to_thread(self._sampling_sessions.prepare, caller, weights, request.sampling_params)
         name = f"now:{uuid.uuid4().hex}"
         sample = QueuedSample(
             name,
