@@ -32,7 +32,7 @@ token."""
 ITEMS_IN_A_STATE = 500
 """Of llguidance's parser: the time of a token grows with them. A schema of 60 properties with 30 values has 250."""
 
-FIRST_S, TOKEN_S = 0.02, 0.0005
+FIRST_S, TOKEN_S = 0.02, 0.0003
 """The time of a processor that a text may take: so much, and so much for each token. A schema takes 0.1 ms a token."""
 
 SHOWN_CHARACTERS = 200
