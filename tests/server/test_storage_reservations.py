@@ -274,7 +274,7 @@ def test_saves_that_wait_over_a_restart_have_their_owners_quota(tmp_path: Path, 
             for seq_id in range(1, 61):
                 ann.post("save_weights", {"model_id": model_id, "seq_id": seq_id, "path": f"a{seq_id}"})
             server.stop()
-            wait_until(lambda: server.service._worker._stopping.is_set())
+            wait_until(lambda: server.service._worker._trains.stopping.is_set())
     with running(tmp_path, **flags) as server:  # before ann calls again
         wait_until(lambda: not server.service.pending.training)
         used, folders = server.service.checkpoints.used_bytes("ann"), list((tmp_path / "checkpoints").iterdir())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
-from waiting import HANG_S, wait_until
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import NotFoundError
@@ -110,12 +109,11 @@ def test_samplers_of_an_earlier_process_go_too(tmp_path: Path) -> None:
     clock = Clock()
     harness = Harness(open_service(tmp_path, clock=clock), harness.session_id)
     rl_step(harness, model_id, 40)
-    settled = threading.Event()  # the result comes before the worker looks at what is superseded, by the clock
-    harness.service.call_soon(settled.set)
-    assert settled.wait(HANG_S)
-    assert len(paths(tmp_path)) == 41 + 3
+    # Sampled from only after the worker has looked at what the weights before supersede, by the clock.
+    harness.sample(rl_step(harness, model_id, 41), 0)
+    assert len(paths(tmp_path)) == 42 + 3
     clock.now += USED_WITHIN_S + 1
-    rl_step(harness, model_id, 41)
+    rl_step(harness, model_id, 42)
     wait_until(lambda: len(paths(tmp_path)) == MIN_RETAINED + 3)
     harness.service.stop()
 

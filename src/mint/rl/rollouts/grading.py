@@ -63,7 +63,10 @@ def checked_reward(task: Task, returned: Any) -> Reward:
             value=value,
             remedy="Correct the grader, or declare the range that it keeps",
         )
-    return Reward(float(value)) if reward is None else replace(reward, value=float(value))
+    if reward is None:
+        return Reward(float(value))
+    # Not `replace`: a subclass may be made of other arguments.
+    return Reward(float(value), reward.parts, reward.info, reward.grader_seconds)
 
 
 def _is_finite(value: object) -> bool:
