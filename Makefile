@@ -9,8 +9,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Images that switch bytecode off would have every process of a test run compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Tests run in up to four processes, of one engine thread each.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile
+# Tests run in up to four processes, of one engine thread each: two for each core, because many wait for servers and disks.
+WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, 2 * (os.cpu_count() or 1)))') --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-slow check format bench docs map lock release pretrain clean
