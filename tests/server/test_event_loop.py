@@ -17,6 +17,7 @@ from waiting import HANG_S
 from mint import wire
 from mint.compose.event_loop import SOCKETS_IN_A_TURN, new_event_loop
 from mint.compose.serving import MAX_THREADS, Server
+from mint.server.http.app import OWNER_THREADS
 from mint.server.store import keys
 from mint.server.store.durability import Durability
 from mint.server.store.journal import Journal
@@ -90,10 +91,12 @@ def test_a_poll_with_a_known_key_is_answered_while_all_threads_are_held(
 ) -> None:
     monkeypatch.setattr(keys, "FRESH_S", 2 * HANG_S)
     key = make_key(tmp_path, "ada")
+    others = [make_key(tmp_path, f"owner{number}") for number in range(MAX_THREADS // OWNER_THREADS)]
     with running(tmp_path) as server:
         person = Person(server, key)
-        session = person.session()
-        poll = {"request_id": person.post("asample", sample_body(person.sampler(session)))["request_id"]}
+        holders = [Person(server, other) for other in others]
+        beats = [(holder, {"session_id": holder.session()}) for holder in holders]
+        poll = {"request_id": person.post("asample", sample_body(person.sampler(person.session())))["request_id"]}
         person.result(poll["request_id"])
         go_on, busy = threading.Event(), threading.Semaphore(0)
 
@@ -102,11 +105,12 @@ def test_a_poll_with_a_known_key_is_answered_while_all_threads_are_held(
             assert go_on.wait(HANG_S)
 
         monkeypatch.setattr(server.service.sessions, "heartbeat", hold)
-        beat = {"session_id": session}
         senders = [
-            threading.Thread(target=person.send, args=("POST", f"{API}/session_heartbeat", beat))
-            for _ in range(MAX_THREADS)
+            threading.Thread(target=holder.send, args=("POST", f"{API}/session_heartbeat", beat))
+            for holder, beat in beats
+            for _ in range(OWNER_THREADS)
         ]
+        assert len(senders) == MAX_THREADS
         for sender in senders:
             sender.start()
         try:
