@@ -11,11 +11,11 @@ import pytest
 import torch
 from conftest import Twin
 from engine_data import LORA, job, train
+from failing_decoder import fail_logits
 from small_models import write_model
 
 from mint.engine.drawing.token_masks import packed
 from mint.engine.model.attention import PAGE_POSITIONS
-from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
 from mint.engine.torch_engine import TorchEngine
 
@@ -209,16 +209,7 @@ def test_where_the_device_is_out_of_memory_a_group_goes_on_with_half_its_rows(
     group = job([5] * 10, weights_id="w", num_samples=8, max_tokens=60)
     heard: Heard = {}
     expected = _bits(_run(fresh(200), [group], heard)[0])
-    plain, count = Decoder.logits, 0
-
-    def fails(self: Decoder, *arguments: object) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count in failing:
-            raise error()
-        return plain(self, *arguments)  # ty: ignore[invalid-argument-type]
-
-    monkeypatch.setattr(Decoder, "logits", fails)
+    fail_logits(monkeypatch, failing, error)
     engine = fresh(200)
     again: Heard = {}
     assert _bits(_run(engine, [group], again)[0]) == expected

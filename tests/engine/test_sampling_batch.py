@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Twin
 from engine_data import LORA, job, train
+from failing_decoder import fail_logits
 
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -222,16 +223,7 @@ def test_a_device_out_of_memory_only_delays(
 ) -> None:
     jobs = _jobs()
     expected = [_bits(result) for result in published.sample(jobs)]
-    plain, count = Decoder.logits, 0
-
-    def fails(self: Decoder, *arguments: object) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count in calls:
-            raise error()
-        return plain(self, *arguments)  # ty: ignore[invalid-argument-type]
-
-    monkeypatch.setattr(Decoder, "logits", fails)
+    fail_logits(monkeypatch, calls, error)
     assert [_bits(result) for result in published.sample(jobs)] == expected
     assert _held(published) == 0
 

@@ -64,10 +64,16 @@ def byte_level(folder: Path) -> dict[str, Any]:
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(folder / "tokenizer.json"))
     return {
-        "bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>", "add_bos_token": False,
-        "model_max_length": 2048, "clean_up_tokenization_spaces": True, "chat_template": TEMPLATE,
-        "additional_special_tokens": ["<|turn|>"], "image_token": "<|image|>",
-    }  # fmt: skip
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
+        "add_bos_token": False,
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": True,
+        "chat_template": TEMPLATE,
+        "additional_special_tokens": ["<|turn|>"],
+        "image_token": "<|image|>",
+    }
 
 
 def sentencepiece(folder: Path) -> dict[str, Any]:
@@ -83,8 +89,13 @@ def sentencepiece(folder: Path) -> dict[str, Any]:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     added = {"600": {"content": "<|turn|>", "special": True}, "601": {"content": "<|end|>", "lstrip": True}}
-    return {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>", "unk_token": "<unk>",
-            "added_tokens_decoder": added, "extra_special_tokens": {"audio_token": "<|audio|>"}}  # fmt: skip
+    return {
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "added_tokens_decoder": added,
+        "extra_special_tokens": {"audio_token": "<|audio|>"},
+    }
 
 
 def word_pieces(folder: Path) -> dict[str, Any]:
@@ -103,8 +114,11 @@ def word_pieces(folder: Path) -> dict[str, Any]:
     (folder / "special_tokens_map.json").write_text(json.dumps({**names, "mask_token": {"content": "[MASK]"}}))
     (folder / "added_tokens.json").write_text(json.dumps({"<|later|>": 900}))
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "with " + TEMPLATE}]
-    return {"clean_up_tokenization_spaces": True, "chat_template": named,
-            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # fmt: skip
+    return {
+        "clean_up_tokenization_spaces": True,
+        "chat_template": named,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+    }
 
 
 KINDS: dict[str, Callable[[Path], dict[str, Any]] | None] = {

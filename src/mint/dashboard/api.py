@@ -449,6 +449,6 @@ def _evaluations_by_step(evaluations: Sequence[dict[str, Any]]) -> dict[int, lis
 
 
 def evaluation_of(found: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of the evaluations of one step: one at temperature 1 where there is one, else the last one."""
+    """Returns one evaluation of a step: the last at temperature 1, or else the last; None if there is none."""
     sampled = [row for row in found if row.get("temperature") == SAMPLED]
     return (sampled or [*found] or [None])[-1]

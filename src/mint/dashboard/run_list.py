@@ -44,7 +44,7 @@ SORT_BY: dict[str, Callable[[RunSummary], Any]] = {
     "findings": _most_severe,
     "age": lambda run: -run.began_at,
 }
-"""What a column is sorted by; a run without a value comes last in either direction."""
+"""The value of a run by which a column sorts. A run without this value comes last in both directions."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
 
 
 def smaller(attempt: MicroBatching, lengths: Sequence[int], *, with_gradient: bool) -> MicroBatching | None:
-    """What to try after `attempt` has not found enough memory for sequences of these `lengths`; None if there is
-    nothing that needs less."""
+    """Returns the next attempt after memory did not suffice for `attempt`; None if no attempt needs less memory.
+
+    `lengths` are those of the sequences, in tokens.
+    """
     if with_gradient and attempt.recompute is not True:
         return replace(attempt, recompute=True)
     if len(lengths) == 1 or attempt.rows < max(lengths):  # the longest was alone

@@ -1,4 +1,4 @@
-"""What a person says about a run: a title, tags, a note, and whether it is archived. `labels.json` in the run folder.
+"""The labels that users give a run: title, tags, note, archived or not. They are in `labels.json` in its folder.
 
 A run never reads it, so it may be changed while the run goes on.
 """

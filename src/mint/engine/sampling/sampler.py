@@ -187,7 +187,7 @@ class Sampler:
         self._waiting.add(prompt)
 
     def _find(self, prompt: Prompt) -> Match:
-        """What is cached of a prompt, except for tokens whose hidden states are needed."""
+        """Finds the cached beginning of a prompt. It ends before the tokens whose hidden states the job needs."""
         needed_from = unasked_tokens(prompt.entry.job) if prompt.is_of_job else len(prompt.tokens) - 1
         return self._memory.prefix_cache.find(prompt.entry.lora, prompt.scope, prompt.tokens[:needed_from])
 

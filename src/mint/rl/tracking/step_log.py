@@ -181,7 +181,7 @@ def _grader_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[st
 
 
 def _costs(rollouts: Sequence[Rollout]) -> list[float]:
-    """What graders report as `cost` in the `info` of a reward."""
+    """The costs of the rollouts. A grader reports a cost as `cost` in the `info` of its reward."""
     return [float(rollout.info["cost"]) for rollout in rollouts if isinstance(rollout.info.get("cost"), int | float)]
 
 

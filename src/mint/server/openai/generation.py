@@ -206,8 +206,9 @@ async def generate(
                 yield choices[choice].push(token, logprob)
                 continue
             own = choices[item.prompt * generation.n : (item.prompt + 1) * generation.n]
-            remaining = partial(_remaining_deltas, generation, item.prompt, own, item.task.result())
-            for number, delta in enumerate(await run_blocking(remaining)):
+            remaining = _remaining_deltas(generation, item.prompt, own, item.task.result())
+            deltas: list[ChoiceDelta] = await run_blocking(list, remaining)
+            for number, delta in enumerate(deltas):
                 yield delta
                 if number % DELTAS_AT_ONCE == 0:  # a long result must not hold up the other requests
                     await asyncio.sleep(0)
@@ -272,14 +273,8 @@ def _named_as_sent(generation: GenerationRequest) -> Generator[None]:
 
 def _remaining_deltas(
     generation: GenerationRequest, prompt: int, choices: Sequence[_Choice], response: SampleResponse
-) -> list[ChoiceDelta]:
-    """What has not been yielded yet of a prompt's choices. Takes long for many tokens or alternatives."""
-    return [*_each_remaining_delta(generation, prompt, choices, response)]
-
-
-def _each_remaining_delta(
-    generation: GenerationRequest, prompt: int, choices: Sequence[_Choice], response: SampleResponse
 ) -> Iterator[ChoiceDelta]:
+    """Makes the deltas of a prompt's choices that were not sent yet. Many tokens or alternatives take long."""
     if generation.echoes is not None and generation.needs_whole_result:
         echo = generation.echoes[prompt]
         scored = [] if generation.top is None else _scored_prompt(generation, prompt, echo, response, generation.top)
