@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
-from mint.cli.run_names import find_run
-from mint.errors import InvalidRequestError
+from mint.cli.run_names import find_checkpoint, find_run
+from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 from mint.runs.log import RunLog
@@ -106,6 +106,23 @@ def test_a_run_is_named_in_one_way_everywhere(home: Path, name: str, tmp_path: P
         answer = mint(*arguments)
         assert answer.exit_code == 0, answer.output
     assert json.loads(mint("runs", "show", name, "--json").stdout)["name"] == "looked-at"
+
+
+def test_a_run_stands_for_its_last_checkpoint(home: Path, log: RunLog, tmp_path: Path) -> None:
+    saved = log.read("checkpoints.jsonl")[-1]["checkpoint"]
+    assert [find_checkpoint(name) for name in ("latest", "look", saved)] == [saved] * 3
+    assert mint("export", "latest", "--output", str(tmp_path / "adapter")).exit_code == 0
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    named = [mint("eval", name, "math", "heldout_size=4", "--json").stdout for name in ("latest", saved)]
+    assert named[0] == named[1] and json.loads(named[0])
+
+
+def test_a_run_that_has_saved_nothing_has_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "begun"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(NotFoundError, match="run = begun: has saved no checkpoint"):
+        find_checkpoint("begun", tmp_path)
 
 
 def test_numbers_and_latest_count_from_the_run_that_was_written_last(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from mint.cli.assignments import Assignments, parse_assignments
-from mint.cli.run_names import Run, find_run
+from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
 from mint.config import read_settings
-from mint.errors import MintError
+from mint.errors import MintError, NotFoundError
 
 TASK_HELP = (
     "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, textarena:GAME, ifeval:CONSTRAINTS, file:PATH, "
@@ -29,10 +29,12 @@ TASK_HELP = (
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="mint://… or the name of a base model")],
+    checkpoint: Annotated[str, typer.Argument(help="mint://…, a run (its last checkpoint), or a base model")],
     task: Annotated[str, typer.Argument(help=TASK_HELP)],
     assignments: Assignments = None,
-    against: Annotated[list[str] | None, typer.Option(help="another checkpoint to compare with; repeatable")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="another checkpoint, run or base model to compare with; repeatable")
+    ] = None,
     also: Annotated[list[str] | None, typer.Option(help="another task; repeatable")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="completions of each item at temperature 1")] = 1,
     plot: Annotated[Path | None, typer.Option(help="a PNG of the readings")] = None,
@@ -48,16 +50,17 @@ def evaluate(
     from mint.rl.tracking.plot import plot_readings
 
     people = Console(stderr=as_json)
-    checkpoints, tasks = [checkpoint, *(against or [])], list(dict.fromkeys([task, *(also or [])]))
+    tasks = list(dict.fromkeys([task, *(also or [])]))
     try:
+        checkpoints = [_checkpoint_or_base_model(name) for name in (checkpoint, *(against or []))]
         with ExitStack() as opened:
             service = opened.enter_context(ServiceClient())
             words = parse_assignments(assignments or [])
             choices = {name: opened.enter_context(open_task(name, words)) for name in tasks}
             if len(checkpoints) == len(tasks) == seeds == 1 and plot is None:
                 choice = choices[task]
-                estimates = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
-                print_estimates(people, f"{checkpoint} on {task}", estimates)
+                estimates = evaluate_checkpoint(checkpoints[0], choice.adapter, config=choice.config, service=service)
+                print_estimates(people, f"{checkpoints[0]} on {task}", estimates)
                 rows: Any = {f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}
             else:
                 pairs = {name: (choice.adapter, choice.config) for name, choice in choices.items()}
@@ -72,6 +75,13 @@ def evaluate(
         fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(rows))
+
+
+def _checkpoint_or_base_model(name: str) -> str:
+    try:
+        return find_checkpoint(name)
+    except NotFoundError:  # then it can only be a base model; the service lists those it knows
+        return name
 
 
 def diagnose(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mint.cli.run_names import RUN_HELP, find_checkpoint
 from mint.cli.terminal import fail
 from mint.errors import MintError
 
@@ -24,7 +25,9 @@ FORMAT_HELP = "peft: the lora alone, for PEFT and vLLM; hf: a merged model; gguf
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME")],
+    checkpoint: Annotated[
+        str, typer.Argument(help=f"mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME; or {RUN_HELP}")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="the folder to write; must not exist")],
     format: Annotated[ExportFormat, typer.Option(help=FORMAT_HELP)] = ExportFormat.PEFT,
     data_dir: Annotated[
@@ -35,7 +38,7 @@ def export(
     from mint.compose.export import export_checkpoint  # deferred: loads the service and the engine
 
     try:
-        export_checkpoint(checkpoint, output=output, format=format.value, data_dir=data_dir)
+        export_checkpoint(find_checkpoint(checkpoint, data_dir), output=output, format=format.value, data_dir=data_dir)
     except MintError as error:
         fail(error)
     typer.echo(str(output))

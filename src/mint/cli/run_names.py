@@ -1,4 +1,7 @@
-"""One way to name a run in all commands: a folder, a name, the beginning of a name, a number, or `latest`."""
+"""One way to name a run in all commands: a folder, a name, the beginning of a name, a number, or `latest`.
+
+Where a command takes a checkpoint, a run stands for the last one that it saved.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,28 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
     below = (data_dir or read_settings().home_dir) / "runs"
     remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
     raise NotFoundError("is not a run", field="run", value=name, remedy=remedy)
+
+
+def find_checkpoint(name: str, data_dir: Path | None = None) -> str:
+    """The path of a checkpoint: `name` itself if it is one, else the last checkpoint of the run that it names.
+
+    Raises:
+        NotFoundError: no run fits, or the run has saved no checkpoint.
+        InvalidRequestError: `name` is the beginning of several names.
+    """
+    if "://" in name:
+        return name
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+
+    saved = RunReader(find_run(name, data_dir)).checkpoints()
+    if not saved:
+        raise NotFoundError(
+            "has saved no checkpoint",
+            field="run",
+            value=name,
+            remedy="Train at least save_every steps, or end it with Ctrl-C",
+        )
+    return saved[-1]["checkpoint"]
 
 
 def newest_folders(data_dir: Path | None = None) -> dict[str, Path]:
