@@ -156,6 +156,8 @@ def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts:
         (("train", "rl", "task=math", "steps=abc"), "RLConfig.steps"),
         (("train", "rl", "task=math", "setps=3"), "did you mean steps"),
         (("train", "rl", "steps"), "key=value"),
+        (("train", "rl", "task.py:Mine"), "Write for example task=task.py:Mine"),
+        (("train", "rl", "task=math", "learnig_rate=1"), "did you mean learning_rate"),
         (("train", "sft", "task=tools"), "several turns"),
         (("train", "sft", "task=math", "batch_size=-3"), "SFTConfig.batch_size"),
         (("train", "sft", "task=math", "epoch=1"), "did you mean epochs"),

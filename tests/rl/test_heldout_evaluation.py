@@ -121,3 +121,14 @@ def test_a_reading_of_which_nothing_could_be_sampled_is_an_error_and_no_zero() -
         policy: Any = ScriptedPolicy(lambda ids: RequestFailedError("the engine is out of order"))
         with pytest.raises(RequestFailedError, match=r"no held-out prompt could be sampled.*out of order"):
             evaluate(worker, policy, ["1 + 1", "2 + 2"], temperature=0.0)
+
+
+def test_a_prompt_that_is_text_and_no_token_ids_is_named() -> None:
+    class Texts(Sums):
+        def make_prompt(self, item: str, tokenizer: Any) -> Any:
+            return item
+
+    with closing(CallPool(timeout_s=60)) as calls:
+        worker = RolloutWorker(Texts(), config=RLConfig(), tokenizer=tiny_tokenizer(), calls=calls)
+        with pytest.raises(RequestFailedError, match=r"Texts\.make_prompt\(\) returned text; return token ids"):
+            evaluate(worker, ScriptedPolicy(lambda ids: []), ["1 + 1"], temperature=0.0)

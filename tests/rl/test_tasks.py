@@ -87,6 +87,27 @@ def test_a_class_of_ones_own_is_a_task_by_module_or_by_file(tmp_path: Path, monk
         load_task(f"{path}:Ecko")
 
 
+@pytest.mark.parametrize(
+    ("lines", "name", "said"),
+    [
+        (
+            "class Echo(RLAdapter):\n    pass",
+            "{path}",
+            r"does not name a class of this file\. Name it: .*task\.py:Echo",
+        ),
+        ("def f(:", "{path}", r"Name it: .*task\.py:Class"),
+        ("def f(:", "{path}:Echo", r"cannot be loaded \(SyntaxError: .*`python .*task\.py` shows where"),
+        ("import pandasx", "{path}:Echo", r"cannot be loaded \(ModuleNotFoundError: No module named 'pandasx'\)"),
+        ("", "{path}x.py:Echo", "is not a file"),
+    ],
+)
+def test_a_file_that_is_no_task_yet_is_told_what_it_lacks(lines: str, name: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "task.py"
+    path.write_text(f"from mint.rl import RLAdapter\n{lines}\n")
+    with pytest.raises(InvalidRequestError, match=said):
+        load_task(name.format(path=path))
+
+
 # --- prompts -----------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,10 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
         key, separator, text = argument.partition("=")
         if not separator or not key:
             raise InvalidRequestError(
-                "is not of the form key=value", field="argument", value=argument, remedy="Write for example steps=20"
+                "is not of the form key=value",
+                field="argument",
+                value=argument,
+                remedy=f"Write for example {_guess(argument)}",
             )
         name = SHORT_NAMES.get(key, key)
         try:
@@ -35,3 +38,8 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = {"True": True, "False": False, "None": None}.get(text, text)
     return found
+
+
+def _guess(argument: str) -> str:
+    """What may be meant by a word without a value: a task, if it looks like the name of one."""
+    return f"task={argument}" if ":" in argument else "steps=20"

@@ -14,6 +14,7 @@ A task is imported only when it is asked for.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mint.errors import InvalidRequestError, MissingExtraError
+from mint.errors import InvalidRequestError, MintError, MissingExtraError
 from mint.recipes.question_task import DEMO
 from mint.rl import RLConfig
 from mint.rl.adapter import Task
@@ -148,6 +149,13 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
         home, cls = SOURCES[source]
         adapter = _construct(getattr(importlib.import_module(home), cls), name, (rest,), {"seed": seed, **options})
         return _choice(adapter, DEMO, seed)
+    if source.endswith(".py") and not rest and Path(source).is_file():
+        raise InvalidRequestError(
+            "does not name a class of this file",
+            field="task",
+            value=name,
+            remedy=f"Name it: {source}:{_first_class(Path(source))}",
+        )
     if rest:
         module = _user_module(source, name)
         make = _user_class(module, rest, name)
@@ -172,7 +180,7 @@ def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], opti
             f"does not take these options ({error})",
             field=f"task {name}",
             value=options,
-            remedy=f"Its options are {', '.join(known) or 'none'}",
+            remedy=f"Its options are {', '.join(known)}" if known else "It has no options",
         ) from error
     return make(*place, **options)
 
@@ -202,8 +210,27 @@ def _module_from_file(path: Path, name: str) -> ModuleType:
         raise InvalidRequestError("is not a file", field="task", value=name, remedy=f"Choose {CHOICES}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except MintError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(
+            f"cannot be loaded ({type(error).__name__}: {error})",
+            field="task",
+            value=name,
+            remedy=f"`python {path}` shows where",
+        ) from error
     return module
+
+
+def _first_class(path: Path) -> str:
+    """The name of the first class of the file with a base class, most likely the task; `Class` if there is none."""
+    try:
+        statements = ast.parse(path.read_text()).body
+    except (SyntaxError, ValueError):
+        return "Class"
+    return next((each.name for each in statements if isinstance(each, ast.ClassDef) and each.bases), "Class")
 
 
 def _user_class(module: ModuleType, cls: str, name: str) -> Callable[..., Any]:

@@ -111,7 +111,10 @@ def _prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
     """The token ids of the prompt, or the error in words."""
     where = f"{task_name(adapter)}.make_prompt()"
     try:
-        prompt = [int(token) for token in adapter.make_prompt(item, tokenizer)]
+        made = adapter.make_prompt(item, tokenizer)
+        if isinstance(made, str):
+            return f"{where} returned text; return token ids: tokenizer.encode(text)"
+        prompt = [int(token) for token in made]
     except Exception as error:  # noqa: BLE001 - the boundary to the user's code: it costs this group and is shown
         return f"{where} raised {type(error).__name__}: {error}"
     return prompt or f"{where} returned no token"
