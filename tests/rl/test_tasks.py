@@ -87,6 +87,23 @@ def test_a_class_of_ones_own_is_a_task_by_module_or_by_file(tmp_path: Path, monk
         load_task(f"{path}:Ecko")
 
 
+def test_a_task_file_imports_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("MINT_BASE_MODEL", "mint/tiny")
+    (tmp_path / "words_beside_it.py").write_text("WORDS = ['yes']")
+    source = """
+        from words_beside_it import WORDS
+        from mint.rl import RLAdapter
+
+        class Says(RLAdapter):
+            def build_dataset(self): return WORDS
+            def make_prompt(self, item, tokenizer): return tokenizer.encode(item)
+            def compute_reward(self, response, item): return float(item in response)
+    """
+    (tmp_path / "says.py").write_text(textwrap.dedent(source))
+    assert load_task(f"{tmp_path / 'says.py'}:Says").adapter.build_dataset() == ["yes"]
+
+
 @pytest.mark.parametrize(
     ("lines", "name", "said"),
     [

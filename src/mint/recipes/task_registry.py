@@ -210,6 +210,9 @@ def _module_from_file(path: Path, name: str) -> ModuleType:
         raise InvalidRequestError("is not a file", field="task", value=name, remedy=f"Choose {CHOICES}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module by name
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python PATH` does, so that the file can import those beside it
     try:
         spec.loader.exec_module(module)
     except MintError:
