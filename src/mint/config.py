@@ -15,6 +15,7 @@
 | `MINT_DISK_RESERVE_MIB` | space on the disk that nothing new may use | 2 % of the disk, at most 2048 |
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
+| `MINT_MICRO_BATCH_ROWS` | rows of a micro-batch in training; results depend on it in the last bits | by the memory |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
@@ -91,6 +92,7 @@ class Settings(BaseSettings):
     disk_reserve_mib: int | None = Field(None, ge=0)
     unnamed_samplers: int = Field(64, ge=1)
     recompute: bool | None = None
+    micro_batch_rows: int | None = Field(None, ge=1, le=1 << 20)
     native: bool | None = None
 
     judge_api_key: str | None = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from small_models import write_model
 from transformers import PreTrainedModel
 
+from mint.engine.bases.decoder_base import DecoderBase
 from mint.engine.protocol import LoraSpec
 from mint.engine.torch_engine import TorchEngine
 
@@ -51,6 +53,15 @@ def engine(tied: tuple[Path, PreTrainedModel]) -> TorchEngine:
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(tied[0]))
     return engine
+
+
+def limit_sampling(engine: TorchEngine, **limits: int) -> None:
+    """Changes fields of the `SamplingLimits` of base `base`."""
+    base = engine._bases["base"]
+    assert isinstance(base, DecoderBase)
+    base.open_sampler()  # makes the memory that all samplers share
+    assert base._memory is not None
+    base._memory.limits = replace(base._memory.limits, **limits)
 
 
 Twin = Callable[..., TorchEngine]

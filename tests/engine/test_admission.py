@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from conftest import Twin
+from conftest import Twin, limit_sampling
 from engine_data import job
 
+from mint.engine.memory.sampling_limits import BESIDE
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.protocol import SampleBatch, SampleJob
-from mint.engine.sampling import sampler as sampler_module
 from mint.engine.sampling.admission import fair_shares, may_begin
+from mint.engine.sampling.sampler import LEAST_PREFILL
 from mint.engine.torch_engine import TorchEngine
 
 PAGE_BYTES = 2 * 2 * 2 * PAGE_POSITIONS * 16 * 4
@@ -52,9 +53,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    monkeypatch.setattr(sampler_module, "MAX_ROWS", 16)
-    monkeypatch.setattr(sampler_module, "SPARE_ROWS", 4)
+def watched(engine: TorchEngine) -> Watched:
+    limit_sampling(engine, rows=16)
     return Watched(engine)
 
 
@@ -77,10 +77,8 @@ def test_a_request_with_more_samples_than_rows_does_not_hold_up_another_scope(wa
     assert watched.step() == {"many": 40, "one": 1}
 
 
-def test_long_prompts_do_not_hold_up_the_prompt_of_another_scope(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", 64)
+def test_long_prompts_do_not_hold_up_the_prompt_of_another_scope(watched: Watched, engine: TorchEngine) -> None:
+    limit_sampling(engine, prefill_tokens=64)
     for seed in range(15):
         watched.add(asked("many", seed, prompt=[6 + seed] * 200))
     watched.step()
@@ -89,9 +87,9 @@ def test_long_prompts_do_not_hold_up_the_prompt_of_another_scope(
 
 
 def test_short_prompts_of_a_flood_join_in_slices_beside_the_sequences_of_others(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, engine: TorchEngine
 ) -> None:
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS_BESIDE", 4 * sampler_module.LEAST_PREFILL)
+    limit_sampling(engine, prefill_tokens=BESIDE * 4 * LEAST_PREFILL)
     watched.add(asked("one", 0))
     watched.step()
     for seed in range(15):

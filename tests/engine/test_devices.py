@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mint.engine import memory_budget
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.model.config import Windows, read_decoder_config
 from mint.engine.model.decoder import Decoder
@@ -89,9 +88,8 @@ class _MetaOperations(TorchOperations):
 
 
 @pytest.fixture
-def make_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype], Decoder]:
+def make_decoder(tmp_path: Path) -> Callable[[str, torch.dtype], Decoder]:
     """A decoder on `meta` that attends as one on a GPU does."""
-    monkeypatch.setattr(memory_budget, "MIN_ROWS", 64)
 
     def make(family: str, dtype: torch.dtype) -> Decoder:
         write_model(tmp_path, "tied", family=family)

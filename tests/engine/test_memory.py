@@ -17,20 +17,11 @@ from small_models import write_model
 from transformers import Qwen3ForCausalLM
 
 from mint.engine.bases import decoder_base
-from mint.engine.cpu.operations import CpuOperations
-from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, rows_at_once
-from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.layer_parts import Mlp
 from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RequestFailedError
-
-QWEN3_06B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def _engine(
@@ -90,20 +81,11 @@ def test_a_sequence_beyond_the_budget_is_computed_again_without_being_asked(
     real = Decoder._layer
     monkeypatch.setattr(Decoder, "_layer", lambda *args, **named: calls.append(1) or real(*args, **named))
     for rows, expected in ((4096, 2), (40, 4)):  # two layers, once and twice
-        monkeypatch.setattr(decoder_base, "rows_at_once", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(decoder_base, "fit_rows", lambda *_, rows=rows, **__: rows)
         engine = _engine(tied[0])
         calls.clear()
         engine.forward_backward("m", [datum(np.arange(20, 90) % 64 + 20)], CROSS_ENTROPY)
         assert len(calls) == expected
-
-
-def test_the_rows_of_a_micro_batch_follow_from_the_shape_alone() -> None:
-    config = read_decoder_config(QWEN3_06B)
-    bfloat16, float32 = (rows_at_once(config, CpuOperations(dtype)) for dtype in (torch.bfloat16, torch.float32))
-    assert MIN_ROWS <= float32 < bfloat16 < CpuOperations.max_rows
-    assert bfloat16 * bytes_per_row(config, torch.bfloat16) <= CpuOperations.activation_bytes
-    small = read_decoder_config({**QWEN3_06B, "num_hidden_layers": 2, "vocab_size": 512})
-    assert rows_at_once(small, CpuOperations(torch.float32)) == CpuOperations.max_rows
 
 
 class _Fails:

@@ -9,13 +9,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from conftest import limit_sampling
 from engine_data import CROSS_ENTROPY, LORA, datum, job, train
 from small_models import write_model
 
 from mint.engine.drawing.draw import choose, processed_logprobs
 from mint.engine.drawing.random_stream import uniform
 from mint.engine.protocol import SampleJob, StopRule, resolve_loss
-from mint.engine.sampling import sampler as sampler_module
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import NotFoundError
 
@@ -341,14 +341,14 @@ def test_diverged_weights_fail_their_own_job_only(published: TorchEngine) -> Non
         assert own.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-def test_more_jobs_than_rows_wait_for_their_turn(published: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_jobs_than_rows_wait_for_their_turn(published: TorchEngine) -> None:
     jobs = [
         job([3 + n, 4], weights_id="w" if n % 2 else None, num_samples=3, max_tokens=5 + n, seed=n) for n in range(9)
     ]
     together = published.sample(jobs)
-    monkeypatch.setattr(sampler_module, "MAX_ROWS", 7)
+    limit_sampling(published, rows=7)
     in_turn = published.sample(jobs)
-    monkeypatch.setattr(sampler_module, "MAX_ROWS", 1)
+    limit_sampling(published, rows=1)
     one_by_one = published.sample(jobs)
     for results in zip(together, in_turn, one_by_one, strict=True):
         assert len({tuple(sample.logprobs.tobytes() for sample in result.samples) for result in results}) == 1

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Twin
+from conftest import Twin, limit_sampling
 from engine_data import LORA, job, train
 from failing_decoder import fail_logits
 
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
+from mint.engine.memory.sampling_limits import BESIDE
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, LoraSpec, SampleBatch, SampleJob, SampleResult, StopRule
-from mint.engine.sampling import sampler as sampler_module
 from mint.engine.torch_engine import TorchEngine
 
 WEIGHTS = (None, "w", "v")
@@ -180,11 +180,12 @@ def test_a_cancelled_job_frees_its_rows_at_once(published: TorchEngine, monkeypa
     assert rows and set(rows) == {7}
 
 
-def test_a_long_prompt_is_computed_beside_the_tokens_of_others(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS_BESIDE", 24)
+def test_a_long_prompt_is_computed_beside_the_tokens_of_others(fresh: Fresh) -> None:
     long = job((np.arange(150) % 90 + 2).tolist(), weights_id="w", max_tokens=5, prompt_logprobs=True, num_samples=2)
     alone = _alone(fresh(), long)
-    batch, heard = fresh().open_batch(), list[int]()
+    engine = fresh()
+    limit_sampling(engine, prefill_tokens=BESIDE * 24)
+    batch, heard = engine.open_batch(), list[int]()
     batch.add("talks", job([3, 4], weights_id="w", max_tokens=40), lambda sample, token, logprob: heard.append(token))
     batch.step()
     batch.add("long", long)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 from service_harness import Harness, datum, failure, open_service, pass_body
 
+from mint.engine.devices import Device
 from mint.engine.model.layer_parts import Mlp
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.engine.torch_engine import TorchEngine
@@ -98,6 +99,26 @@ def test_a_pass_that_was_split_for_lack_of_memory_is_replayed_to_the_same_bits(
         other.run("forward_backward", name, 7, pass_body(*data))
     assert other.run("optim_step", name, 8, STEP)["state_digest"] == digest
     other.service.stop()
+
+
+def test_a_machine_with_more_memory_replays_the_passes_of_a_small_one_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
+    data = [datum(*((7 * row + place) % 90 + 5 for place in range(60 + row))) for row in range(20)]
+    digests = []
+    for folder, memories in (("moved", (1 << 20, 64 << 30)), ("stayed", (1 << 20, 1 << 20))):
+        monkeypatch.setattr(Device, "memory_bytes", property(lambda _, memory=memories[0]: memory))
+        harness = Harness(torch_service(tmp_path / folder))
+        model_id = harness.create_model()
+        train(harness, model_id, range(2))
+        harness.run("forward_backward", model_id, 7, pass_body(*data))  # 1,390 tokens, in micro-batches of 256 rows
+        harness.service.stop()
+        monkeypatch.setattr(Device, "memory_bytes", property(lambda _, memory=memories[1]: memory))
+        harness = Harness(torch_service(tmp_path / folder), harness.session_id)
+        digests.append(harness.run("optim_step", model_id, 8, STEP)["state_digest"])
+        harness.service.stop()
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.machine_memory import free_memory_bytes
+from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
@@ -63,6 +63,13 @@ class Device:
             return free_memory_bytes()
         free, _ = torch.cuda.mem_get_info(self.torch)
         return free + torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory of the device; None if unknown."""
+        if self.torch.type == "cpu":
+            return memory_bytes()
+        return torch.cuda.get_device_properties(self.torch).total_memory if self.is_gpu else None
 
     def runs(self, config: DecoderConfig) -> bool:
         """Whether mint's own decoder is the faster choice for such a model here. Its delta nets go row by row, which a

@@ -79,6 +79,7 @@ class TorchEngine:
         kv_cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         recompute: bool | None = None,
+        micro_batch_rows: int | None = None,
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
         implementation: Literal["mint", "transformers"] | None = None,
@@ -90,11 +91,13 @@ class TorchEngine:
         loaded, and no more than it can use. Up to `prefix_cache_bytes` of it (None: an eighth, or 512 MiB if that is
         more), and at most half, are kept for later prompts that begin alike. With `recompute`, training computes its
         activations again instead of keeping them: the same bits, less memory, about a third more time. None does so
-        only for sequences that are too long otherwise. `native` are kernels in C for a CPU, or the folder where they
-        are compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain
-        operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. `implementation` is what computes
-        base models: by default mint's own decoder where it knows the family, else the modules of transformers. With
-        `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone.
+        only for sequences that are too long otherwise. `micro_batch_rows` are the rows of a micro-batch, which decide
+        the last bits of a gradient; None: by the memory of the device. `native` are kernels in C for a CPU, or the
+        folder where they are compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels`
+        a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. `implementation`
+        is what computes base models: by default mint's own decoder where it knows the family, else the modules of
+        transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's
+        own decoder alone.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -104,6 +107,7 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
+        self._micro_batch_rows = micro_batch_rows
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
         self._bases: dict[str, BaseModel] = {}
@@ -320,6 +324,7 @@ class TorchEngine:
                     self._device,
                     self._dtype,
                     recompute=self._recompute,
+                    micro_batch_rows=self._micro_batch_rows,
                     caches=self._caches,
                     quantization=self._quantize,
                 )
@@ -333,7 +338,14 @@ class TorchEngine:
         # Deferred: it loads transformers' models, which own families do not need.
         from mint.engine.bases.transformers_base import TransformersBase
 
-        return TransformersBase(name, folder, self._device, self._dtype, recompute=self._recompute)
+        return TransformersBase(
+            name,
+            folder,
+            self._device,
+            self._dtype,
+            recompute=self._recompute,
+            micro_batch_rows=self._micro_batch_rows,
+        )
 
     def _base(self, name: str) -> BaseModel:
         if name not in self._bases:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import entropy_bonus, loss_and_slope, measure
-from mint.engine.memory_budget import smaller
+from mint.engine.memory.micro_batches import smaller
 from mint.engine.model.autograd import backward
 from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraWeights, Site
+from mint.engine.memory.sampling_limits import SamplingLimits
 from mint.engine.protocol import (
     BaseInfo,
     LoraSpec,
@@ -25,6 +27,40 @@ from mint.engine.protocol import (
     TrainDatum,
 )
 from mint.engine.training_pass import TrainedDecoder, run_pass
+
+log = logging.getLogger(__name__)
+
+
+RECOMPUTE = {None: "long sequences", True: "always", False: "never"}
+"""The setting `recompute` of `get_info`."""
+
+
+def log_micro_batches(name: str, chosen: MicroBatching, budget: int) -> None:
+    """Logs how a pass is cut, on a device that has a `budget` of bytes for activations."""
+    log.info(
+        "%s: micro-batches of %d rows (MINT_MICRO_BATCH_ROWS), for activations of at most %d MiB; computed again: %s "
+        "(MINT_RECOMPUTE)",
+        name,
+        chosen.rows,
+        budget >> 20,
+        RECOMPUTE[chosen.recompute],
+    )
+
+
+def log_limits(name: str, limits: SamplingLimits, free_bytes: int | None) -> None:
+    """Logs how much one step of sampling runs."""
+    log.info(
+        "%s: sampling decodes %d sequences together and computes %d prompt tokens at once, as %s are free",
+        name,
+        limits.rows,
+        limits.prefill_tokens,
+        in_mib(free_bytes),
+    )
+
+
+def in_mib(free_bytes: int | None) -> str:
+    """An amount of memory as the log says it."""
+    return "an unknown amount" if free_bytes is None else f"{free_bytes >> 20} MiB"
 
 
 class BaseSampler(Protocol):

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from mint.engine.bases.base_model import BaseModel
+from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
-from mint.engine.memory_budget import rows_at_once
+from mint.engine.memory.base_bytes import base_bytes
+from mint.engine.memory.micro_batches import MIN_ROWS, activation_budget, bytes_per_row, fit_recompute, fit_rows
+from mint.engine.memory.sampling_limits import SamplingLimits, fit_limits, prompt_token_bytes
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.sampling.kv_cache import KVCache, fitting_bytes
 from mint.engine.sampling.prefix_cache import PrefixCache
-from mint.engine.sampling.sampler import COUNTERS, MAX_ROWS, Sampler, SamplerMemory
+from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
 from mint.engine.sampling.state_cache import StateCache
 from mint.models.folder import ModelFolder
 
@@ -26,8 +28,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_SHARE, LEAST_PREFIX_BYTES = 8, 512 << 20
 """Unless it is set, the prefix cache keeps one part in so many of the KV cache, and at least so many bytes."""
-
-_RECOMPUTE = {None: "long sequences", True: "always", False: "never"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class DecoderBase(BaseModel):
         dtype: torch.dtype,
         *,
         recompute: bool | None,
+        micro_batch_rows: int | None,
         caches: CacheSizes,
         quantization: Quantization | None,
     ) -> None:
@@ -61,10 +62,24 @@ class DecoderBase(BaseModel):
             CheckpointError: a weight file is damaged.
         """
         operations = device.operations(config, dtype)
-        self._decoder = Decoder(config, folder.tensors(), operations, quantization)
+        tensors = folder.tensors()
+        self._decoder = Decoder(config, tensors, operations, quantization)
         self._device = device
-        micro_batching = MicroBatching(rows_at_once(config, operations), recompute)
-        self._kv_cache_bytes = _kv_cache_bytes(name, config, device, dtype, caches.kv_cache)
+        budget = activation_budget(
+            operations,
+            memory_bytes=device.memory_bytes,
+            base_bytes=base_bytes(config, tensors, operations, quantization),
+        )
+        row_bytes = bytes_per_row(config, dtype)
+        rows = micro_batch_rows or fit_rows(row_bytes, budget, least=MIN_ROWS, most=operations.max_rows)
+        if recompute is None:
+            recompute = fit_recompute(rows, row_bytes, budget)
+        micro_batching = MicroBatching(rows, recompute)
+        log_micro_batches(name, micro_batching, budget)
+        free = device.free_bytes
+        self._limits = fit_limits(config.vocab_size, prompt_token_bytes(config, dtype), operations, free_bytes=free)
+        log_limits(name, self._limits, free)
+        self._kv_cache_bytes = _kv_cache_bytes(name, config, dtype, caches.kv_cache, self._limits, free)
         kept = max(self._kv_cache_bytes // PREFIX_SHARE, LEAST_PREFIX_BYTES)
         self._prefix_cache_bytes = kept if caches.prefix_cache is None else caches.prefix_cache
         self._published: list[LoraWeights] = []
@@ -80,7 +95,10 @@ class DecoderBase(BaseModel):
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
             "micro_batch_rows": micro_batching.rows,
-            "recompute": _RECOMPUTE[recompute],
+            "activation_mib": budget >> 20,
+            "recompute": RECOMPUTE[micro_batching.recompute],
+            "sampling_rows": self._limits.rows,
+            "prefill_tokens": self._limits.prefill_tokens,
             "kv_cache_mib": self._kv_cache_bytes >> 20,
             "path": str(folder.path),
         }
@@ -133,16 +151,21 @@ class DecoderBase(BaseModel):
         for lora in self._published:
             prefixes.open(lora)
         steps = self._device.decode_steps(decoder, cache, states)
-        return SamplerMemory(cache, prefixes, steps, self._device.draw(decoder.operations), states)
+        return SamplerMemory(cache, prefixes, steps, self._device.draw(decoder.operations), self._limits, states)
 
 
-def _kv_cache_bytes(name: str, config: DecoderConfig, device: Device, dtype: torch.dtype, chosen: int | None) -> int:
+def _kv_cache_bytes(
+    name: str,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    chosen: int | None,
+    limits: SamplingLimits,
+    free: int | None,
+) -> int:
     """The size of the KV cache of a base that is loaded: as `chosen`, or by the memory that is free."""
     if chosen is not None:
         return chosen
-    free = device.free_bytes
-    sequences = MAX_ROWS if config.delta_net is None else 2 * MAX_ROWS  # states take one half
+    sequences = limits.rows if config.delta_net is None else 2 * limits.rows  # states take one half
     size = fitting_bytes(config, dtype, sequences=sequences, free_bytes=free)
-    known = "an unknown amount" if free is None else f"{free >> 20} MiB"
-    log.info("%s: KV cache of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, size >> 20, known)
+    log.info("%s: KV cache of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, size >> 20, in_mib(free))
     return size

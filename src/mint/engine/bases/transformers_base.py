@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import torch
 import transformers
 
-from mint.engine.bases.base_model import BaseModel
+from mint.engine.bases.base_model import RECOMPUTE, BaseModel, log_micro_batches
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
 from mint.engine.bases.transformers_sampler import TransformersSampler
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
+from mint.engine.memory.micro_batches import activation_budget
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.sampler import COUNTERS
 from mint.models.folder import ModelFolder
@@ -29,16 +30,31 @@ class TransformersBase(BaseModel):
     """A base model whose layers are modules of transformers."""
 
     def __init__(
-        self, name: str, folder: ModelFolder, device: Device, dtype: torch.dtype, *, recompute: bool | None
+        self,
+        name: str,
+        folder: ModelFolder,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        recompute: bool | None,
+        micro_batch_rows: int | None,
     ) -> None:
-        """Loads and measures the model.
+        """Loads and measures the model. `micro_batch_rows` are ignored where it trains one sequence at a time.
 
         Raises:
             InvalidRequestError: transformers cannot load the folder.
         """
-        self._decoder = decoder = TransformersDecoder(folder, device.operations_beside_modules(dtype))
+        operations = device.operations_beside_modules(dtype)
+        self._decoder = decoder = TransformersDecoder(folder, operations)
         self._counters = dict.fromkeys(COUNTERS, 0)
-        measured = measure(decoder, dtype)
+        memory = device.memory_bytes
+        budget = activation_budget(operations, memory_bytes=memory, base_bytes=decoder.weight_bytes)
+        measured = measure(decoder, dtype, budget)
+        rows = measured.micro_batch_rows
+        if micro_batch_rows is not None and rows > 1:
+            rows = micro_batch_rows
+        micro_batching = MicroBatching(rows, bool(recompute))
+        log_micro_batches(name, micro_batching, budget)
         self._cache_use = measured.cache_use
         settings = {
             "engine": "torch",
@@ -49,22 +65,22 @@ class TransformersBase(BaseModel):
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
-            "micro_batch_rows": measured.micro_batch_rows,
-            "recompute": "always" if recompute is True else "never",
+            "micro_batch_rows": micro_batching.rows,
+            "activation_mib": budget >> 20,
+            "recompute": RECOMPUTE[micro_batching.recompute],
             "sampling_cache": self._cache_use.value,
             "sampler_trainer_logit_difference": measured.logit_difference,
             "path": str(folder.path),
         }
         ends = folder.eos_token_ids
         info = BaseInfo(name, decoder.arch, decoder.vocab_size, decoder.context_length, ends, settings)
-        super().__init__(decoder, info, MicroBatching(measured.micro_batch_rows, bool(recompute)))
+        super().__init__(decoder, info, micro_batching)
         log.info(
-            "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's, %d rows at once",
+            "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's",
             name,
             decoder.class_name,
             self._cache_use.value,
             measured.logit_difference,
-            measured.micro_batch_rows,
         )
 
     def open_sampler(self) -> TransformersSampler:

@@ -95,6 +95,12 @@ class TransformersDecoder:
         return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
 
     @property
+    def weight_bytes(self) -> int:
+        """The memory of the frozen weights."""
+        storages = [parameter.untyped_storage() for parameter in self._model.parameters()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
     def lora(self) -> LoraWeights | None:
         """The weights that are active in the forward that runs, and in its backward."""
         return self._lora

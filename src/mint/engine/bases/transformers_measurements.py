@@ -18,6 +18,7 @@ from torch import Tensor
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_sampler import CacheUse
 from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.memory.micro_batches import fit_rows
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.errors import InvalidRequestError
 
@@ -52,8 +53,8 @@ class Measurements:
 
 
 @torch.no_grad()
-def measure(decoder: TransformersDecoder, dtype: torch.dtype) -> Measurements:
-    """Measures a loaded model.
+def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Measurements:
+    """Measures a loaded model, which may keep `budget` bytes of activations.
 
     Raises:
         InvalidRequestError: the model gives logits that are not finite.
@@ -68,7 +69,7 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype) -> Measurements:
             "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
         )
     cache_use, difference = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
-    return Measurements(cache_use, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype]))
+    return Measurements(cache_use, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
 
 
 def _measure_cache(
@@ -109,7 +110,7 @@ def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tenso
     return difference
 
 
-def _measure_batch(decoder: TransformersDecoder, tokens: np.ndarray, tolerance: float) -> int:
+def _measure_batch(decoder: TransformersDecoder, tokens: np.ndarray, tolerance: float, budget: int) -> int:
     """The rows of a micro-batch in which padded sequences have the logits and gradients of single ones; else 1."""
     spec = LoraSpec(rank=1, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
     lora = LoraWeights(decoder.sites(spec), spec, decoder.device)
@@ -130,9 +131,8 @@ def _measure_batch(decoder: TransformersDecoder, tokens: np.ndarray, tolerance: 
     has_same_gradient = (batched_gradient - alone_gradient).abs().max() <= tolerance * alone_gradient.abs().max()
     if not (is_same and has_same_gradient):  # also where one is not a number
         return 1
-    operations = decoder.operations
-    limit = _CPU_ROWS if decoder.device.type == "cpu" else operations.max_rows
-    return max(1, min(limit, operations.activation_bytes * len(batched) // max(1, kept_bytes)))
+    limit = _CPU_ROWS if decoder.device.type == "cpu" else decoder.operations.max_rows
+    return fit_rows(max(1, kept_bytes // len(batched)), budget, least=1, most=limit)
 
 
 def _logits_and_gradient(

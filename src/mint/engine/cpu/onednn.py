@@ -129,11 +129,19 @@ def cpu_matrix(weight: Tensor) -> DenseMatrix | PackedMatrix:
 def cpu_unembedding(weight: Tensor) -> DenseMatrix:
     """The layout for logits with `weight` [V, E], which stays as it is."""
     if weight.dtype == torch.bfloat16:
-        built_in = "fbgemm" in torch.backends.quantized.supported_engines
-        return HalfPrecisionUnembedding(weight) if built_in else CpuUnembedding(weight)
+        return HalfPrecisionUnembedding(weight) if _has_half_precision() else CpuUnembedding(weight)
     if not has_onednn(weight):
         return DenseMatrix(weight)
     return SmallMatrix(weight) if weight.numel() < PACKED_ENTRIES else OnednnMatrix(weight)
+
+
+def cpu_unembedding_copy_bytes(vocabulary: int, hidden: int, dtype: torch.dtype) -> int:
+    """The memory that `cpu_unembedding` takes beside the tensor."""
+    return 2 * vocabulary * hidden if dtype == torch.bfloat16 and _has_half_precision() else 0
+
+
+def _has_half_precision() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def dense_gradient(weight: Tensor, grad: Tensor) -> Tensor:

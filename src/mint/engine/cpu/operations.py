@@ -18,7 +18,7 @@ from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.machine_memory import hand_back_freed_memory
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
-from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding
+from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
@@ -71,6 +71,10 @@ class CpuOperations(TorchOperations):
     @override
     def unembedding(self, weight: Tensor) -> Matrix:
         return cpu_unembedding(weight)
+
+    @override
+    def unembedding_copy_bytes(self, vocabulary: int, hidden: int) -> int:
+        return cpu_unembedding_copy_bytes(vocabulary, hidden, self.dtype)
 
     @override
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
@@ -139,6 +143,12 @@ class NativeOperations(CpuOperations):
     @override
     def unembedding(self, weight: Tensor) -> Matrix:
         return panel_unembedding(self._products, weight) or super().unembedding(weight)
+
+    @override
+    def unembedding_copy_bytes(self, vocabulary: int, hidden: int) -> int:
+        if self._products.fit(vocabulary, hidden, self.dtype):
+            return vocabulary * hidden * self.dtype.itemsize
+        return super().unembedding_copy_bytes(vocabulary, hidden)
 
     def fits_lora(self, lora: SiteWeights) -> bool:
         """Whether a kernel computes the products of a lora at a site."""

@@ -28,11 +28,15 @@ class NativeProducts:
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
 
+    def fit(self, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+        """Whether there are panels of such a matrix."""
+        return dtype in self.kernels and not (outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]))
+
     def pack(self, weight: Tensor) -> Tensor | None:
         """The panels of a matrix [O, I] of float32 or bfloat16, of its shape; None where its widths or the processor do
         not fit."""
         (outputs, inputs), dtype = weight.shape, weight.dtype
-        if dtype not in self.kernels or outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]):
+        if not self.fit(outputs, inputs, dtype):
             return None
         weight, panels = weight.contiguous(), self._empty_matrix(weight.shape, dtype)
         self._rearrange(self._library.pack_words, weight, panels)

@@ -22,18 +22,27 @@ MAX_ROWS = 16384
 """Rows of a micro-batch where memory sets no bound: more rows share the time that it takes to start a layer's many
 small operations."""
 
-ACTIVATION_SHARE = 4
-"""Activations may take one part in so many of the GPU's memory."""
+MAX_SAMPLING_ROWS, MAX_PREFILL_TOKENS = 1024, 8192
+"""The defaults of vLLM on cards with 80 GB: more does not make a step cheaper for each token."""
+
+
+LOGITS_SHARE = 16
+"""The logits that exist at once may take one part in so many of the GPU's memory, but no more than
+`TorchOperations.logits_at_once`, 1 GiB: products of more rows are no faster."""
 
 
 class CudaOperations(TorchOperations):
     """By torch's own libraries."""
 
     max_rows = MAX_ROWS
+    activation_share = 4
+    max_sampling_rows = MAX_SAMPLING_ROWS
+    max_prefill_tokens = MAX_PREFILL_TOKENS
 
     def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
         super().__init__(dtype, device, activation)
-        self.activation_bytes = torch.cuda.get_device_properties(device).total_memory // ACTIVATION_SHARE
+        total = torch.cuda.get_device_properties(device).total_memory
+        self.logits_at_once = min(TorchOperations.logits_at_once, total // LOGITS_SHARE // 4)
 
     @override
     def release_memory(self) -> None:

@@ -47,8 +47,12 @@ class Operations(Protocol):
     """Which attention packed rows go through, for `get_info`."""
     max_rows: int
     """Rows of a training micro-batch where memory sets no bound."""
-    activation_bytes: int
-    """Bytes that a training forward may keep for its backward."""
+    activation_share: int
+    """What a training forward keeps for its backward may take one part in so many of the device's memory."""
+    max_sampling_rows: int
+    """Sequences that are decoded together where memory sets no bound."""
+    max_prefill_tokens: int
+    """Prompt tokens of one step of sampling where memory sets no bound."""
     logits_at_once: int
     """Logits of a training pass that exist at once."""
 
@@ -69,6 +73,10 @@ class Operations(Protocol):
     def unembedding(self, weight: Tensor) -> Matrix:
         """A matrix [V, E] whose products, the logits, are not rounded to bfloat16. `weight` itself stays in memory: it
         may be the embedding too."""
+        ...
+
+    def unembedding_copy_bytes(self, vocabulary: int, hidden: int) -> int:
+        """The memory that `unembedding` takes beside the tensor of a matrix [vocabulary, hidden]."""
         ...
 
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:

@@ -46,7 +46,9 @@ class TorchOperations:
 
     attention_name = "torch"
     max_rows = 4096
-    activation_bytes = 768 << 20
+    activation_share = 8  # the system and other programs use this memory, too
+    max_sampling_rows = 512
+    max_prefill_tokens = 2048
     logits_at_once = 1 << 28
 
     def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
@@ -69,6 +71,9 @@ class TorchOperations:
 
     def unembedding(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight) if weight.dtype == torch.float32 else Float32Product(weight)
+
+    def unembedding_copy_bytes(self, vocabulary: int, hidden: int) -> int:
+        return 0
 
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
         return QuantizedMatrix(weight, torch.float32)

@@ -90,12 +90,24 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
     None where I does not fit: NF4 needs a multiple of 64, the others of 4.
     """
     inputs = weight.shape[1]
-    block = {"nf4": NF4_BLOCK, "int8": inputs, "fp8": inputs if inputs % FP8_BLOCK else FP8_BLOCK}[kind]
-    if inputs % block or inputs % codes_per_word(kind):
+    block = _block(inputs, kind)
+    if block is None:
         return None
     parts = [_quantize_rows(rows, kind, block) for rows in weight.split(max(1, ENTRIES_AT_ONCE // inputs))]
     codes, scales = (torch.cat(own) for own in zip(*parts, strict=True))
     return QuantizedWeight(kind, codes, scales)
+
+
+def quantized_bytes(outputs: int, inputs: int, kind: Quantization) -> int | None:
+    """`size_bytes` of what `quantize` makes of a matrix [outputs, inputs]; None where it makes nothing."""
+    block = _block(inputs, kind)
+    return None if block is None else outputs * 4 * (inputs // codes_per_word(kind) + inputs // block)
+
+
+def _block(inputs: int, kind: Quantization) -> int | None:
+    """Inputs with one scale; None where so many inputs do not fit."""
+    block = {"nf4": NF4_BLOCK, "int8": inputs, "fp8": inputs if inputs % FP8_BLOCK else FP8_BLOCK}[kind]
+    return None if inputs % block or inputs % codes_per_word(kind) else block
 
 
 def _quantize_rows(weight: Tensor, kind: Quantization, block: int) -> tuple[Tensor, Tensor]:

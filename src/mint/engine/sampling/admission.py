@@ -2,7 +2,7 @@
 
 Each job belongs to a scope. Scopes get equal shares as far as they want them (max-min fairness): the scope with the
 fewest rows goes first, and the jobs of one scope in the order of their arrival. A scope with less than its share finds
-`SPARE_ROWS` in a full batch, so that nobody waits until the jobs of another end. Knows numbers of rows and tokens, not
+spare rows in a full batch, so that nobody waits until the jobs of another end. Knows numbers of rows and tokens, not
 what a job computes.
 """
 
@@ -13,10 +13,6 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
-
-SPARE_ROWS = 128
-"""Rows beyond the limit for scopes that have less than their share. They are filled only as long as others hold more
-than theirs."""
 
 
 class WaitingJob(Protocol):

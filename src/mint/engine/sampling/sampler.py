@@ -7,7 +7,9 @@ has the same bits whatever other rows are in the batch, and each draw comes from
 Where the KV cache is full, the latest sequences are preempted: they give their pages back and keep their tokens. Once
 there is room, a sequence goes on: its prompt and its tokens are computed like a prompt, as far as the prefix cache does
 not have them any more. A prompt's keys and values have the bits that decoding gave them, so nothing of the result
-depends on the size of the cache. Knows nothing of requests, tenants or text.
+depends on the size of the cache. How many sequences decode together is in `SamplingLimits`: further jobs wait, and a
+job with more samples runs once no other has rows (`admission` has the exception for scopes with less than their share).
+Knows nothing of requests, tenants or text.
 
 Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
@@ -25,10 +27,11 @@ from torch import Tensor
 
 from mint.engine.drawing.draw import Draw
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.memory.sampling_limits import SamplingLimits
 from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener, is_out_of_memory
-from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
+from mint.engine.sampling.admission import WaitingJobs, fair_shares, may_begin
 from mint.engine.sampling.batch_job import stream_tokens
 from mint.engine.sampling.counted_slots import Lease
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
@@ -40,13 +43,6 @@ from mint.engine.sampling.prefix_cache import Match, PrefixCache
 from mint.engine.sampling.prompt_scoring import asks, score_prompt, unasked_tokens
 from mint.engine.sampling.sequences import Sequences
 from mint.engine.sampling.state_cache import StateCache
-
-MAX_ROWS = 512
-"""Sequences that are decoded together; further jobs wait. A job with more samples runs once no other has rows.
-`admission` has the exception for scopes that have less than their share."""
-
-PREFILL_TOKENS, PREFILL_TOKENS_BESIDE = 2048, 512
-"""Prompt tokens of one step: without sequences to decode, and with some, which would wait for them."""
 
 LEAST_PREFILL = 16
 """A shorter prompt counts as so many tokens, for what it costs beside the forward. So a flood of short prompts joins in
@@ -61,13 +57,14 @@ NO_MEMORY = "Memory does not suffice to sample one sequence. Ask for fewer token
 
 @dataclass
 class SamplerMemory:
-    """What all samplers of one base model share: its caches, how its device decodes and draws, and totals since the
-    start."""
+    """What all samplers of one base model share: its caches, how its device decodes and draws, how much runs in one
+    step, and totals since the start."""
 
     kv_cache: KVCache
     prefix_cache: PrefixCache
     steps: DecodeSteps
     draw: Draw
+    limits: SamplingLimits
     states: StateCache | None = None
     """Where the model has delta nets."""
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
@@ -90,7 +87,7 @@ class Sampler:
         self._prefilling: list[Prompt] = []
         self._arrivals = 0
         self._cancelled: list[PagedJob] = []
-        self._row_limit = MAX_ROWS
+        self._row_limit = self._memory.limits.rows
         # Slots in the order of the batch's rows. Ended ones stay until it pays to move the others.
         self._order = np.zeros(0, np.int64)
         self._ended = False  # whether the order has ended rows
@@ -138,7 +135,8 @@ class Sampler:
         self._admit()
         decoding = len(self._order) > 0
         if self._prefilling:
-            self._prefill(PREFILL_TOKENS_BESIDE if decoding else PREFILL_TOKENS)
+            limits = self._memory.limits
+            self._prefill(limits.prefill_tokens_beside if decoding else limits.prefill_tokens)
         if decoding:
             self._decode()
         if self._ended and self._sequences.of["ended"][self._order].all():
@@ -153,7 +151,8 @@ class Sampler:
         later: list[Prompt] = []
         rows = self._rows_by_scope()
         scopes = len(rows.keys() | self._waiting.scopes)
-        spare = 0 if self._row_limit < MAX_ROWS else SPARE_ROWS  # memory was short: no more rows than before
+        limits = self._memory.limits
+        spare = 0 if self._row_limit < limits.rows else limits.spare_rows  # memory was short: no more than before
         beginnings = {(prompt.entry.lora, prompt.scope, prompt.beginning) for prompt in self._prefilling}
         while self._waiting:
             prompt = self._waiting.first(rows)
@@ -290,7 +289,7 @@ class Sampler:
         self._results[entry.key] = result
         del self._keys[entry.key]
         self._listening.pop(entry.arrival, None)
-        self._row_limit = MAX_ROWS
+        self._row_limit = self._memory.limits.rows
         self._leave(entry)
         if not entry.rows:
             del self._entries[entry.arrival]
@@ -650,7 +649,7 @@ class Sampler:
             stream_tokens(self._listening, own, drawn.tokens, drawn.logprobs)
         if ended.any():
             self._ended = True
-            self._row_limit = MAX_ROWS
+            self._row_limit = self._memory.limits.rows
             if self._step is not None:
                 self._step.freeze(rows[ended])
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)

@@ -1,8 +1,9 @@
 """How many rows a training pass may run at once.
 
-The rows are a function of the base's shape, dtype and the device alone, because the way in which a request is cut into
-micro-batches decides the bits of its result. Neither free memory nor the number of processes enters. Where memory runs
-out, the next size to try is a function of the request: whoever decides it finds the same.
+The rows are a function of the base's shape, its dtype and the memory of the device, because the way in which a request
+is cut into micro-batches decides the bits of its result. What is free of that memory, and the number of processes, do
+not enter. The rows are powers of two, so that devices of about one size cut a request alike. Where memory runs out, the
+next size to try is a function of the request: whoever decides it finds the same.
 """
 
 from __future__ import annotations
@@ -19,11 +20,28 @@ from mint.engine.protocol import MicroBatching
 MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
 
+UNKNOWN_ACTIVATION_BYTES = 768 << 20
+"""What a forward may keep where the system does not tell how much memory there is."""
 
-def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
-    """Rows of a micro-batch."""
-    fitting = operations.activation_bytes // bytes_per_row(config, operations.dtype)
-    return max(MIN_ROWS, min(operations.max_rows, fitting))
+
+def activation_budget(operations: Operations, *, memory_bytes: int | None, base_bytes: int) -> int:
+    """Bytes that a training forward may keep for its backward, on a device with `memory_bytes` beside a base of
+    `base_bytes`."""
+    if memory_bytes is None:
+        return UNKNOWN_ACTIVATION_BYTES
+    return max(0, memory_bytes - base_bytes) // operations.activation_share
+
+
+def fit_rows(row_bytes: int, budget: int, *, least: int, most: int) -> int:
+    """The rows of the largest micro-batches that fit into a `budget` of bytes: a power of two from `least` to `most`,
+    which are powers of two."""
+    fitting = min(most, budget // row_bytes)
+    return max(least, 1 << max(0, fitting.bit_length() - 1))
+
+
+def fit_recompute(rows: int, row_bytes: int, budget: int) -> bool | None:
+    """`MicroBatching.recompute`, which changes no bit: True where a `budget` of bytes does not hold so many rows."""
+    return True if rows * row_bytes > budget else None
 
 
 def smaller(attempt: MicroBatching, lengths: Sequence[int], *, with_gradient: bool) -> MicroBatching | None:
