@@ -345,6 +345,7 @@ class TorchEngine:
             self._dtype,
             recompute=self._recompute,
             micro_batch_rows=self._micro_batch_rows,
+            kv_cache_bytes=self._caches.kv_cache,
         )
 
     def _base(self, name: str) -> BaseModel:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import torch
 import transformers
 
-from mint.engine.bases.base_model import RECOMPUTE, BaseModel, log_micro_batches
+from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_micro_batches
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
 from mint.engine.bases.transformers_sampler import TransformersSampler
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
+from mint.engine.memory.cache_budget import fit_budget
 from mint.engine.memory.micro_batches import activation_budget
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.sampler import COUNTERS
@@ -38,8 +39,10 @@ class TransformersBase(BaseModel):
         *,
         recompute: bool | None,
         micro_batch_rows: int | None,
+        kv_cache_bytes: int | None,
     ) -> None:
         """Loads and measures the model. `micro_batch_rows` are ignored where it trains one sequence at a time.
+        `kv_cache_bytes` bounds the caches of all samples; None: a share of the memory that is free.
 
         Raises:
             InvalidRequestError: transformers cannot load the folder.
@@ -56,6 +59,10 @@ class TransformersBase(BaseModel):
         micro_batching = MicroBatching(rows, bool(recompute))
         log_micro_batches(name, micro_batching, budget)
         self._cache_use = measured.cache_use
+        free = device.free_bytes
+        self._cache_budget = fit_budget(measured.cache_cost, chosen_bytes=kv_cache_bytes, free_bytes=free)
+        limit_mib = self._cache_budget.limit_bytes >> 20
+        log.info("%s: caches of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, limit_mib, in_mib(free))
         settings = {
             "engine": "torch",
             "implementation": "transformers",
@@ -69,6 +76,7 @@ class TransformersBase(BaseModel):
             "activation_mib": budget >> 20,
             "recompute": RECOMPUTE[micro_batching.recompute],
             "sampling_cache": self._cache_use.value,
+            "kv_cache_mib": limit_mib,
             "sampler_trainer_logit_difference": measured.logit_difference,
             "path": str(folder.path),
         }
@@ -84,7 +92,7 @@ class TransformersBase(BaseModel):
         )
 
     def open_sampler(self) -> TransformersSampler:
-        return TransformersSampler(self._decoder, self._cache_use, self._counters)
+        return TransformersSampler(self._decoder, self._cache_use, self._cache_budget, self._counters)
 
     def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
         return 0

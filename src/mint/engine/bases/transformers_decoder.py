@@ -11,7 +11,7 @@ Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,11 @@ class ModelCache:
 
     argument: str
     state: Any  # `Cache` of transformers, or a class of the model's own
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of all of its tensors."""
+        return sum(tensor.nbytes for tensor in _tensors_in(self.state, set()))
 
     def repeat(self, copies: int) -> None:
         """Each sequence stands `copies` times, next to one another."""
@@ -310,6 +315,20 @@ def _cache_of(output: Any) -> ModelCache | None:
         if state is not None:
             return ModelCache(name, state)
     return None
+
+
+def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """Each tensor once that an object holds, also in lists, dictionaries and objects within it."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) or hasattr(value, "__dict__"):
+        if not isinstance(value, (list, tuple)):
+            value = list((value if isinstance(value, dict) else vars(value)).values())
+        for part in value:
+            yield from _tensors_in(part, seen)
 
 
 def _refused(path: Path, problem: str, remedy: str) -> InvalidRequestError:

@@ -18,6 +18,7 @@ from torch import Tensor
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_sampler import CacheUse
 from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.memory.cache_budget import CacheCost
 from mint.engine.memory.micro_batches import fit_rows
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.errors import InvalidRequestError
@@ -45,9 +46,10 @@ _FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, No
 @dataclass(frozen=True)
 class Measurements:
     """`logit_difference` is the largest between the sampler's logits and those of training; `micro_batch_rows` is 1
-    where sequences must be trained one at a time."""
+    where sequences must be trained one at a time. `cache_cost` is 0 without a cache."""
 
     cache_use: CacheUse
+    cache_cost: CacheCost
     logit_difference: float
     micro_batch_rows: int
 
@@ -69,7 +71,8 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
             "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
         )
     cache_use, difference = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
-    return Measurements(cache_use, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
+    cost = CacheCost(0, 0) if cache_use is CacheUse.NONE else _measure_cost(decoder, tokens.to(decoder.device))
+    return Measurements(cache_use, cost, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
 
 
 def _measure_cache(
@@ -85,6 +88,17 @@ def _measure_cache(
         if difference <= tolerance * float(whole.std()):
             return use, difference
     return CacheUse.NONE, 0.0
+
+
+def _measure_cost(decoder: TransformersDecoder, tokens: Tensor) -> CacheCost:
+    """What the cache of a sequence takes, from two of other lengths: a line through both."""
+    sizes = []
+    lengths = (len(tokens) // 2, len(tokens))
+    for length in lengths:
+        _, cache = decoder.prefill(tokens[None, :length], None, use_cache=True)
+        sizes.append(0 if cache is None else cache.size_bytes)
+    of_token = max(0, sizes[1] - sizes[0]) // (lengths[1] - lengths[0])
+    return CacheCost(max(0, sizes[0] - of_token * lengths[0]), of_token)
 
 
 def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, use: CacheUse) -> float:

@@ -1,9 +1,13 @@
 """Sampling from a model of transformers: each job's samples decode together, from the model's own cache.
 
-A job runs in a batch of its own, so its result is a function of that job alone. How the cache is used is measured when
-the model is loaded (`CacheUse`). Drawing, stopping and prompt scores are those of mint's own sampler.
+A job runs in batches of its own. How the cache is used is measured when the model is loaded (`CacheUse`), and what it
+takes for each token (`CacheBudget`). Where the caches would take more than their budget, the latest samples are
+preempted: they give their cache back and keep their tokens, and go on once there is room, from a prefill of all their
+tokens. A job that is too large alone goes on in halves. So the result is a function of the job alone, up to the
+rounding of a prefill beside that of decoding, and of fewer samples in one product. Drawing, stopping and prompt scores
+are those of mint's own sampler.
 
-Letters: S samples of a job · T tokens · P prompt tokens · V vocabulary.
+Letters: S samples of a job · N samples of a part · T tokens · P prompt tokens · V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor
 from mint.engine.bases.transformers_decoder import ModelCache, TransformersDecoder
 from mint.engine.drawing.draw import TorchDraw
 from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.memory.cache_budget import CacheBudget
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import WaitingJobs
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
@@ -29,10 +34,11 @@ from mint.engine.sampling.sampler import NO_MEMORY
 from mint.engine.sampling.sequences import Sequences
 
 MAX_SEQUENCES = 128
-"""Sequences that are decoded in one step; further jobs wait. A single job with more samples runs alone."""
+"""Sequences that are decoded in one step; further jobs wait. Each job has a forward of its own, so a step takes as long
+as all of them together. A single job with more samples runs alone."""
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens of one step, at least one prompt."""
+"""Prompt tokens of one step, at least one prompt: samples that decode wait for them."""
 
 
 class CacheUse(enum.Enum):
@@ -48,25 +54,51 @@ class CacheUse(enum.Enum):
 
 @dataclass(eq=False)
 class _CachedJob(BatchJob):
-    """A job; `slots` [S] are those of its samples, and `rows` the samples in the cache, in its order."""
+    """A job; `slots` [S] are those of its samples, once its prompt has run. Its `parts` wait or run."""
 
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    parts: list[_Part] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Samples of a job that run together, all with equally many tokens: `samples` [N] are their numbers, of which those
+    that have ended may still be in the cache."""
+
+    entry: _CachedJob
+    samples: np.ndarray
     cache: ModelCache | None = None
+
+    def __post_init__(self) -> None:
+        self.scope = self.entry.scope
+        self.turn = self.entry.arrival, int(self.samples[0]) if len(self.samples) else 0
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Those of its samples [N]."""
+        return self.entry.slots[self.samples]
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return len(self.samples)
 
 
 class TransformersSampler:
     """The jobs of one batch on one model."""
 
-    def __init__(self, decoder: TransformersDecoder, use: CacheUse, counters: dict[str, int]) -> None:
+    def __init__(
+        self, decoder: TransformersDecoder, use: CacheUse, budget: CacheBudget, counters: dict[str, int]
+    ) -> None:
         self._decoder = decoder
         self._use = use
+        self._budget = budget
         self._counters = counters
         self._draw = TorchDraw(decoder.operations)
         self._sequences = Sequences()
         self._entries: dict[str, _CachedJob] = {}
-        self._waiting = WaitingJobs[_CachedJob]()
-        self._running: list[_CachedJob] = []
+        self._waiting = WaitingJobs[_Part]()
+        self._running: list[_Part] = []
         self._cancelled: list[str] = []
         self._results: dict[str, SampleResult] = {}
         self._arrivals = 0
@@ -82,7 +114,7 @@ class TransformersSampler:
         entry = _CachedJob(key, job, lora, listener, self._arrivals)
         self._arrivals += 1
         self._entries[key] = entry
-        self._waiting.add(entry)
+        self._wait(_Part(entry, np.arange(entry.count)))
 
     def cancel(self, key: str) -> None:
         """Removes the job at the next step; unknown keys are ignored."""
@@ -90,99 +122,220 @@ class TransformersSampler:
 
     @torch.inference_mode()
     def step(self) -> dict[str, SampleResult]:
-        """Runs prompts and draws one token for every sequence; returns the results of the jobs that ended."""
+        """Runs prompts and draws one token for every sequence; returns the results of the jobs that ended.
+
+        Raises:
+            MemoryError: memory does not suffice for one sequence alone; there may be more later.
+        """
         for key in self._cancelled:
             if key in self._entries:
                 self._close(self._entries[key], SampleResult([], error=CANCELLED))
         self._cancelled = []
         self._counters["steps"] += 1
-        running = list(self._running)
-        for entry in running:
-            self._run(entry, self._advance)
-        for entry in self._admitted():
-            self._running.append(entry)
-            self._run(entry, self._start)
+        self._make_room()
+        for part in list(self._running):
+            self._run(part, self._advance)
+        for part in self._admitted():
+            self._run(part, self._start)
         results = self._results
         self._results = {}
         return results
 
-    def _admitted(self) -> list[_CachedJob]:
-        """Waiting jobs, those of the scope with the fewest sequences first, as long as they fit into this step."""
+    # --- admission ---
+
+    def _wait(self, part: _Part) -> None:
+        part.entry.parts.append(part)
+        self._waiting.add(part)
+
+    def _admitted(self) -> list[_Part]:
+        """Waiting parts, those of the scope with the fewest sequences first, as long as they fit into this step."""
         sequences = Counter[str]()
-        for entry in self._running:
-            sequences[entry.scope] += entry.count
+        for part in self._running:
+            sequences[part.scope] += part.count
         prompts = 0
-        found: list[_CachedJob] = []
+        found: list[_Part] = []
+        taken = self._cache_bytes()
         while self._waiting:
-            entry = self._waiting.first(sequences)
-            size = len(entry.job.prompt)
-            fits = sequences.total() + entry.count <= self._sequence_limit and prompts + size <= PREFILL_TOKENS
-            if not fits and (self._running or found):
+            part = self._waiting.first(sequences)
+            size = self._length(part)
+            is_alone = not (self._running or found)
+            if is_alone:
+                part = self._fitting(part)
+            cost = self._next_bytes(part)
+            fits = sequences.total() + part.count <= self._sequence_limit and prompts + size <= PREFILL_TOKENS
+            if not (is_alone or (fits and taken + cost <= self._budget.limit_bytes)):
                 break
-            self._waiting.remove(entry)
-            found.append(entry)
-            sequences[entry.scope] += entry.count
+            self._waiting.remove(part)
+            if cost > self._budget.limit_bytes:  # one sample
+                self._close(part.entry, SampleResult([], error=self._no_room))
+                continue
+            found.append(part)
+            sequences[part.scope] += part.count
             prompts += size
+            taken += cost
+        self._running += found
         return found
 
-    def _run(self, entry: _CachedJob, work: Callable[[_CachedJob], None]) -> None:
-        """Runs a part of a job. If memory does not suffice, the job starts again when others have ended."""
+    def _fitting(self, part: _Part) -> _Part:
+        """The first samples of a part that waits, as many as may run alone; the others wait as another part."""
+        count = part.count
+        while count > 1 and self._next_bytes(part, count) > self._budget.limit_bytes:
+            count = -(-count // 2)
+        return part if count == part.count else self._split(part, count)
+
+    def _split(self, part: _Part, count: int) -> _Part:
+        """A part that waits, cut after `count` samples; returns the first of the two."""
+        self._forget(part)
+        first, rest = _Part(part.entry, part.samples[:count]), _Part(part.entry, part.samples[count:])
+        self._wait(first)
+        self._wait(rest)
+        return first
+
+    def _length(self, part: _Part) -> int:
+        """The tokens of each sample so far."""
+        emitted = 0
+        if len(part.entry.slots) and part.count:
+            emitted = int(self._sequences.of["emitted"][part.slots].max())  # ended ones may have fewer
+        return len(part.entry.job.prompt) + emitted
+
+    # --- memory ---
+
+    def _next_bytes(self, part: _Part, count: int | None = None) -> int:
+        """What the cache takes once each of the samples, or of `count` of them, has run its last token."""
+        if part.entry.job.max_tokens <= 1:  # no cache is made
+            return 0
+        return self._budget.cost.of(part.count if count is None else count, self._length(part))
+
+    def _cache_bytes(self) -> int:
+        return sum(self._next_bytes(part) for part in self._running)
+
+    def _make_room(self) -> None:
+        """Preempts the latest parts until the caches of the others have room for one token more."""
+        if self._cache_bytes() > self._budget.limit_bytes:
+            for part in self._running:
+                self._drop_ended(part, now=True)
+        while self._running and self._cache_bytes() > self._budget.limit_bytes:
+            latest = max(self._running, key=lambda part: part.turn)
+            live = self._live(latest)
+            if len(self._running) == 1 and latest.count == 1:
+                self._close(latest.entry, SampleResult([], error=self._no_room))
+            elif len(self._running) == 1 and len(live) == latest.count:
+                self._halve(latest)
+            else:
+                self._preempt(latest, live)
+
+    def _halve(self, part: _Part) -> None:
+        """Preempts a part that runs alone, and lets the first half of its samples go on by themselves."""
+        live = self._live(part)
+        middle = -(-len(live) // 2)
+        self._preempt(part, live[:middle], live[middle:])
+
+    def _preempt(self, part: _Part, *groups: np.ndarray) -> None:
+        """Frees the cache of a part; `groups` of its samples wait for their turn again. Until samples end there are no
+        more sequences than now: they would be admitted and preempted again and again."""
+        self._forget(part)
+        for samples in groups:
+            if len(samples) or not part.entry.count:
+                self._wait(_Part(part.entry, samples))
+        running = sum(other.count for other in self._running)
+        self._sequence_limit = max(1, running or len(groups[0]))
+        self._counters["preemptions"] += max(1, sum(map(len, groups)))
+
+    def _live(self, part: _Part) -> np.ndarray:
+        """The samples of a part that have not ended."""
+        if not len(part.entry.slots):
+            return part.samples
+        return part.samples[~self._sequences.of["ended"][part.slots]]
+
+    @property
+    def _no_room(self) -> str:
+        return (
+            f"One sequence of this request does not fit into the cache, which holds {self._budget.most_tokens} tokens. "
+            "Ask for a shorter prompt or fewer tokens, or give the server more memory for it (MINT_KV_CACHE_MIB)"
+        )
+
+    def _run(self, part: _Part, work: Callable[[_Part], None]) -> None:
+        """Runs a part, unless it has left the step. If the device has no memory for it, it goes on when others have
+        ended, or in halves.
+
+        Raises:
+            MemoryError: one sequence is alone.
+        """
+        if part not in self._running:
+            return
         try:
-            work(entry)
+            work(part)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(self._running) == 1:
-                self._close(entry, SampleResult([], error=NO_MEMORY))
-                return
-            self._leave(entry)
-            self._waiting.add(entry)
-            self._sequence_limit = max(1, sum(other.count for other in self._running))
-            self._counters["preemptions"] += 1
+            live = self._live(part)
+            is_alone = len(self._running) == 1
+            if is_alone and len(live) > 1:
+                self._halve(part)
+            else:
+                self._preempt(part, live)
+            if is_alone and len(live) <= 1:
+                raise MemoryError(NO_MEMORY) from error
 
-    def _start(self, entry: _CachedJob) -> None:
-        """Runs the prompt, answers what is asked about it, and draws the first tokens."""
-        job, decoder = entry.job, self._decoder
-        prompt = torch.from_numpy(job.prompt).to(decoder.device)
-        copies = max(1, entry.count) if self._use is CacheUse.SEPARATE else 1
+    # --- forward ---
+
+    def _start(self, part: _Part) -> None:
+        """Runs the tokens that the samples of a part have, and draws their next ones."""
+        entry, decoder = part.entry, self._decoder
+        job = entry.job
+        has_begun = len(entry.slots) > 0 and self._length(part) > len(job.prompt)
+        if has_begun and self._use is CacheUse.NONE:
+            self._advance(part)
+            return
+        if has_begun:
+            tokens = self._known_tokens(part)
+        else:
+            prompt = torch.from_numpy(job.prompt).to(decoder.device)
+            tokens = prompt.expand(max(1, part.count) if self._use is CacheUse.SEPARATE else 1, -1)
         has_cache = self._use is not CacheUse.NONE and job.max_tokens > 1
-        hidden, cache = decoder.prefill(prompt.expand(copies, -1), entry.lora, use_cache=has_cache)
-        self._counters["prefilled"] += copies * len(prompt)
-        loras = [LoraRows(0, len(prompt), entry.lora)]
-        logits = decoder.logits(hidden[0, -1:], loras)
+        hidden, cache = decoder.prefill(tokens, entry.lora, use_cache=has_cache)
+        self._counters["prefilled"] += tokens.numel()
+        last = hidden[:, -1] if has_begun else hidden[:1, -1]
+        logits = decoder.logits(last, [LoraRows(0, len(last), entry.lora)])
         if not (logits.isfinite().all() and hidden.isfinite().all()):
             self._close(entry, SampleResult([], error=DIVERGED))
             return
-        if asks(job):
-            entry.scores = score_prompt(decoder, job, hidden[0], entry.lora)
-        if not entry.count:
-            self._close(entry, SampleResult([], **vars(entry.scores)))
-            return
-        if cache is not None and self._use is CacheUse.SHARED:
-            cache.repeat(entry.count)
-        entry.cache = cache
-        entry.slots = self._sequences.add(entry.arrival, job)
-        entry.rows = np.arange(entry.count)
-        self._collect(entry, logits.expand(entry.count, -1))
+        if not len(entry.slots):
+            if asks(job):
+                entry.scores = score_prompt(decoder, job, hidden[0], entry.lora)
+            if not entry.count:
+                self._close(entry, SampleResult([], **vars(entry.scores)))
+                return
+            entry.slots = self._sequences.add(entry.arrival, job)
+        if cache is not None and self._use is CacheUse.SHARED and not has_begun:
+            cache.repeat(part.count)
+        part.cache = cache
+        self._collect(part, logits if has_begun else logits.expand(part.count, -1))
 
-    def _advance(self, entry: _CachedJob) -> None:
-        """Decodes one token for each of a job's samples."""
-        decoder, sequences = self._decoder, self._sequences
-        slots = entry.slots[entry.rows]
-        if entry.cache is None:
-            tokens = np.stack([np.concatenate([entry.job.prompt, sequences.tokens(slot)]) for slot in slots.tolist()])
-            hidden, _ = decoder.prefill(torch.from_numpy(tokens).to(decoder.device), entry.lora, use_cache=False)
+    def _advance(self, part: _Part) -> None:
+        """Decodes one token for each sample of a part."""
+        decoder, lora = self._decoder, part.entry.lora
+        if part.cache is None:
+            hidden, _ = decoder.prefill(self._known_tokens(part), lora, use_cache=False)
             last = hidden[:, -1]
         else:
-            tokens = sequences.of["last"][slots].copy()
-            last, entry.cache = decoder.decode(torch.from_numpy(tokens).to(decoder.device), entry.lora, entry.cache)
-        self._collect(entry, decoder.logits(last, [LoraRows(0, len(last), entry.lora)]))
+            tokens = self._sequences.of["last"][part.slots].copy()
+            last, part.cache = decoder.decode(torch.from_numpy(tokens).to(decoder.device), lora, part.cache)
+        self._collect(part, decoder.logits(last, [LoraRows(0, len(last), lora)]))
 
-    def _collect(self, entry: _CachedJob, logits: Tensor) -> None:
-        """Draws a token for each sample that has not ended; logits [rows, V]. Ends the job with its last sample."""
-        sequences, slots = self._sequences, entry.slots[entry.rows]
-        rows = np.flatnonzero(~sequences.of["ended"][slots])
-        slots = slots[rows]
+    def _known_tokens(self, part: _Part) -> Tensor:
+        """Prompt and drawn tokens of each sample [N, T]; all have drawn equally many."""
+        prompt = part.entry.job.prompt
+        rows = [np.concatenate([prompt, self._sequences.tokens(slot)]) for slot in part.slots.tolist()]
+        return torch.from_numpy(np.stack(rows)).to(self._decoder.device)
+
+    # --- collect ---
+
+    def _collect(self, part: _Part, logits: Tensor) -> None:
+        """Draws a token for each sample that has not ended; logits [N, V]. Ends the job with its last sample."""
+        sequences, entry = self._sequences, part.entry
+        rows = np.flatnonzero(~sequences.of["ended"][part.slots])
+        slots = part.slots[rows]
         own = sequences.of[slots]
         drawn = next_tokens(self._draw, sequences, slots, rows, logits)
         if not drawn.is_sound:
@@ -192,33 +345,39 @@ class TransformersSampler:
         self._counters["sampled"] += len(slots)
         if entry.listener is not None:
             stream_tokens({entry.arrival: entry}, own, drawn.tokens, drawn.logprobs)
-        if ended.all():
+        if not ended.any():
+            return
+        self._sequence_limit = MAX_SEQUENCES
+        if sequences.of["ended"][entry.slots].all():
             samples = [sequences.sample(slot) for slot in entry.slots.tolist()]
             self._close(entry, SampleResult(samples, **vars(entry.scores)))
-        elif ended.any():
-            self._drop_ended(entry)
+        elif ended.all():
+            self._forget(part)
+        else:
+            self._drop_ended(part)
 
-    def _drop_ended(self, entry: _CachedJob) -> None:
-        """Ended samples leave the cache where it allows that and most of its rows have ended."""
-        live = np.flatnonzero(~self._sequences.of["ended"][entry.slots[entry.rows]])
-        if entry.cache is None:  # whole sequences run, of one length: those that live on
-            entry.rows = entry.rows[live]
-        elif self._use is CacheUse.SHARED and 2 * len(live) <= len(entry.rows):
-            entry.cache.select(torch.from_numpy(live).to(self._decoder.device))
-            entry.rows = entry.rows[live]
+    def _drop_ended(self, part: _Part, *, now: bool = False) -> None:
+        """Ended samples leave the cache where it allows that, once most of its rows have ended or `now`."""
+        live = np.flatnonzero(~self._sequences.of["ended"][part.slots])
+        if part.cache is None:  # whole sequences run, of one length: those that live on
+            part.samples = part.samples[live]
+        elif self._use is CacheUse.SHARED and (now or 2 * len(live) <= part.count):
+            part.cache.select(torch.from_numpy(live).to(self._decoder.device))
+            part.samples = part.samples[live]
 
     def _close(self, entry: _CachedJob, result: SampleResult) -> None:
         self._results[entry.key] = result
         del self._entries[entry.key]
-        self._waiting.remove(entry)
-        self._leave(entry)
-        self._sequence_limit = MAX_SEQUENCES
-
-    def _leave(self, entry: _CachedJob) -> None:
-        """Takes a job out of the step, and frees its cache and its slots."""
-        if entry in self._running:
-            self._running.remove(entry)
-        entry.cache = None
+        for part in list(entry.parts):
+            self._forget(part)
         if len(entry.slots):
             self._sequences.remove(entry.slots)
-            entry.slots = entry.rows = entry.slots[:0]
+        self._sequence_limit = MAX_SEQUENCES
+
+    def _forget(self, part: _Part) -> None:
+        """Takes a part out of the step or of those that wait, and frees its cache."""
+        part.entry.parts.remove(part)
+        self._waiting.remove(part)
+        if part in self._running:
+            self._running.remove(part)
+        part.cache = None
