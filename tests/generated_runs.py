@@ -23,7 +23,7 @@ def write_many(runs: Path, count: int) -> None:
         began_at = now - 60.0 * (count - place)
         folder = begin(runs / f"run-{place:05d}", steps=2, task=TASKS[place % len(TASKS)], seed=place)
         _lines(folder, "metrics.jsonl", (_metrics(step, began_at + step, place) for step in (1, 2)))
-        _process(folder, began_at=began_at, ended_at=began_at + 3, outcome="finished")
+        write_process(folder, began_at=began_at, ended_at=began_at + 3, outcome="finished")
 
 
 def write_long(folder: Path, *, steps: int, checkpoint_every: int, eval_every: int) -> Path:
@@ -37,7 +37,7 @@ def write_long(folder: Path, *, steps: int, checkpoint_every: int, eval_every: i
     evaluated = [0, *range(eval_every, steps + 1, eval_every)]
     middle = evaluated[len(evaluated) // 2]
     _lines(folder, "evaluations.jsonl", (evaluation(step, 0.9 if step == middle else 0.5) for step in evaluated))
-    _process(folder, began_at=began_at, ended_at=time.time(), outcome="finished")
+    write_process(folder, began_at=began_at, ended_at=time.time(), outcome="finished")
     return folder
 
 
@@ -54,7 +54,7 @@ def write_wide(folder: Path, *, groups: int, samples: int, tokens: int) -> Path:
     ]
     write_rollouts(folder, 1, rows)
     _lines(folder, "metrics.jsonl", [_metrics(1, began_at + 1, 0)])
-    _process(folder, began_at=began_at, ended_at=began_at + 3, outcome="finished")
+    write_process(folder, began_at=began_at, ended_at=began_at + 3, outcome="finished")
     return folder
 
 
@@ -64,16 +64,16 @@ def write_states(runs: Path) -> None:
     now = time.time()
     ended: dict[str, Any] = {"began_at": now - 90, "ended_at": now - 60}
     error = "RequestFailedError: the base model cannot be loaded: no space is left on the device"
-    _process(begin(runs / "failed-at-once", steps=50), **ended, outcome="failed", error=error)
-    _process(begin(runs / "stopped-at-once", steps=50), **ended, outcome="stopped", error="interrupted")
+    write_process(begin(runs / "failed-at-once", steps=50), **ended, outcome="failed", error=error)
+    write_process(begin(runs / "stopped-at-once", steps=50), **ended, outcome="stopped", error="interrupted")
     failed, stopped, died, stale = (begin(runs / name, steps=50) for name in ("failed", "stopped", "died", "stale"))
     for folder in (failed, stopped, died, stale):
         _lines(folder, "metrics.jsonl", (_metrics(step, now - 90 + step, step) for step in range(1, 6)))
-    _process(failed, **ended, outcome="failed", error=error)
-    _process(stopped, **ended, outcome="stopped", error="interrupted")
-    _process(died, began_at=now - 90, pid=2**22 + 1)
-    _process(stale, began_at=now)
-    _process(begin(runs / "waiting", steps=50), began_at=now)
+    write_process(failed, **ended, outcome="failed", error=error)
+    write_process(stopped, **ended, outcome="stopped", error="interrupted")
+    write_process(died, began_at=now - 90, pid=2**22 + 1)
+    write_process(stale, began_at=now)
+    write_process(begin(runs / "waiting", steps=50), began_at=now)
     for path in stale.iterdir():
         os.utime(path, (now - 7200, now - 7200))
 
@@ -150,7 +150,8 @@ def _metrics(step: int, at: float, seed: int) -> dict[str, float]:
     }
 
 
-def _process(folder: Path, *, began_at: float, pid: int | None = None, **end: Any) -> None:
+def write_process(folder: Path, *, began_at: float, pid: int | None = None, **end: Any) -> None:
+    """What a process writes of itself into a run folder; `pid` is this process where it is left out."""
     process = {"pid": pid or os.getpid(), "host": socket.gethostname(), "began_at": began_at}
     ended = {"ended_at": None, "outcome": None, "error": None} | end
     (folder / "process.json").write_text(json.dumps(process | ended))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from waiting import wait_until
 from mint.recipes.tools import DEMO, ToolsAdapter
 from mint.rl import run_grpo
 from tests.dashboard.dashboard_harness import API, append, metrics, rollout, showing
+from tests.generated_runs import write_process
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -74,9 +76,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_hostile(folder: Path) -> None:
+def write_hostile(folder: Path, planned: int = 1) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"task": "hostile", "base_model": "mint/tiny", "steps": 1}))
+    (folder / "config.json").write_text(json.dumps({"task": "hostile", "base_model": "mint/tiny", "steps": planned}))
     ids = iter(range(10, 100_000))
     for place, said in enumerate(HOSTILE):
         tokens = [next(ids) for _ in said]
@@ -128,6 +130,12 @@ def texts(page: Any, selector: str) -> list[str]:
     return [text.strip() for text in page.locator(selector).all_inner_texts()]
 
 
+def unfold(page: Any) -> None:
+    """Shows each of the equal samples that stand behind one card."""
+    while page.locator(".sample-count").count():
+        page.locator(".sample-count").first.click()
+
+
 def number(text: str) -> float:
     return float(text.replace("−", "-"))
 
@@ -137,6 +145,7 @@ def test_a_group_is_shown_with_the_numbers_of_the_run_folder_best_first(pages: P
     rows = [row for row in map(json.loads, lines) if (row["step"], row["group"]) == (2, 1)]
     rows.sort(key=lambda row: -row["reward"])
     page = pages.open("tools", "?step=2&group=1")
+    unfold(page)
     assert [number(text) for text in texts(page, ".sample-reward")] == [round(row["reward"], 3) for row in rows]
     assert [number(text) for text in texts(page, ".sample-head .sign")] == [round(row["advantage"], 3) for row in rows]
     assert page.locator(".sample").count() == 4
@@ -226,7 +235,11 @@ def test_very_long_completions_come_in_parts_and_stay_in_their_cards(pages: Page
     assert many.locator(".tok").count() == 400
     assert "5,600 tokens to go" in many.locator(".more").inner_text()
     many.locator(".more").click()
-    wait_until(lambda: many.locator(".tok").count() >= 2_400)
+    wait_until(lambda: many.locator(".tok").count() == 2_000)
+    many.locator(".more").click()  # a card never holds more than a window
+    wait_until(lambda: many.locator(".tok").first.inner_text() == "word1000")
+    assert many.locator(".tok").count() == 2_000
+    assert "2,000 tokens to go" in many.locator(".more").last.inner_text()
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -296,6 +309,7 @@ def test_one_prompt_is_followed_through_training(pages: Pages) -> None:
     wait_until(lambda: page.locator(".visit").count() == len(visits))
     picked = sorted({visits[place]["step"] for place in (0, (len(visits) - 1) // 2, -1)})
     assert texts(page, ".column-title a") == [f"Step {step}" for step in picked]
+    unfold(page)
     rewards = sorted(
         (reward for visit in visits if visit["step"] == picked[-1] for reward in visit["rewards"]), reverse=True
     )
@@ -308,7 +322,8 @@ def test_one_prompt_is_followed_through_training(pages: Pages) -> None:
 
 def test_each_new_step_is_shown_to_who_follows_the_run(browser: Any, tmp_path: Path) -> None:
     folder = tmp_path / "home" / "runs" / "live"
-    write_hostile(folder)
+    write_hostile(folder, planned=4)
+    write_process(folder, began_at=time.time())
     with showing(tmp_path / "home") as (_, client):
         context = browser.new_context()
         pages = Pages(context.new_page(), client)
