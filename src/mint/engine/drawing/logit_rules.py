@@ -86,6 +86,15 @@ class LogitRuleTable:
         self._masks.advance(slots[going_on], tokens[going_on])
         return ended
 
+    def ready(self, slots: np.ndarray, patience_s: float | None) -> np.ndarray:
+        """Whether the masks of each of `slots` [N] are written, bool [N], after waiting for them up to `patience_s`, or
+        until they are."""
+        found = np.ones(len(slots), bool)
+        at = np.flatnonzero(self._flags["grammar"][slots])
+        if len(at):
+            found[at] = self._masks.ready(slots[at], patience_s)
+        return found
+
     def changing(self, slots: np.ndarray) -> np.ndarray:
         """Whether the rules of each of `slots` do more than to exclude tokens, bool [N]."""
         found: np.ndarray = self._flags["changing"][slots]

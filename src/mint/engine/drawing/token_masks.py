@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import heapq
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +15,12 @@ from torch import Tensor
 
 from mint.engine.protocol import Grammar, GrammarState
 from mint.engine.upload import upload
+
+TURN_S = 0.01
+"""So long the thread works for one table before it looks for work of another."""
+
+MASKS_AT_ONCE = 8
+"""The thread takes so many before it looks again which come first."""
 
 
 @dataclass(frozen=True)
@@ -44,64 +53,130 @@ class TokenMasks:
 
 
 class MaskTable:
-    """The masks of sequences by slot. Between `advance` and `wait` a thread writes them.
+    """The masks of sequences by slot. After `advance` a thread writes them, until then they are not ready.
 
-    llguidance leaves Python to other threads while it computes, and so do the kernels of the forward. A step calls no
-    Python for each sequence but in that thread: what it touches is no longer in the processor's caches.
+    The thread takes those first whose sequences have taken the least time so far: a costly grammar keeps no other
+    sequence waiting. llguidance leaves Python to other threads while it computes, and so do the kernels of the forward.
+    A step calls no Python for each sequence but in that thread: what it touches is no longer in the processor's caches.
     """
 
     def __init__(self) -> None:
         self._bits = np.zeros((0, 0), np.uint8)
         self._states: dict[int, GrammarState] = {}
         self._allowed: dict[int, np.ndarray] = {}
-        self._pending: Future[None] | None = None
+        self._spent_s: dict[int, float] = {}
+        self._is_ready = np.zeros(0, bool)
+        # A heap: time so far, number, slot, token, state.
+        self._queue: list[tuple[float, int, int, int, GrammarState]] = []
+        self._number = 0
+        self._lock = threading.Lock()  # of all above; no mask is computed under it
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: Exception | None = None
 
     def open(self, slot: int, allowed: np.ndarray | None, grammar: Grammar | None, width: int) -> None:
         """Starts the mask of a sequence: the tokens in `allowed`, int64 [·], that the grammar lets through."""
-        self.wait()
-        missing = slot + 1 - len(self._bits)
-        if missing > 0:
-            more = np.zeros((max(missing, len(self._bits)), _size_bytes(width)), np.uint8)
-            self._bits = np.concatenate([self._bits, more]) if len(self._bits) else more
-        self._bits[slot] = 255 if allowed is None else packed(allowed, width)
+        bits = packed(allowed, width) if allowed is not None else np.full(_size_bytes(width), 255, np.uint8)
+        state = None
         if grammar is not None:
-            if allowed is not None:
-                self._allowed[slot] = self._bits[slot].copy()
-            self._states[slot] = grammar.start()
-            self._write(slot)
+            state = grammar.start()
+            first = np.empty_like(bits)
+            state.allowed(first)
+            bits &= first
+        with self._lock:
+            self._make_room(slot, len(bits))
+            self._bits[slot] = bits
+            self._is_ready[slot] = True
+            if state is not None:
+                self._states[slot] = state
+                self._spent_s[slot] = 0.0
+                if allowed is not None:
+                    self._allowed[slot] = packed(allowed, width)
 
     def close(self, slot: int) -> None:
         """Forgets the mask of a sequence."""
-        self.wait()
-        self._states.pop(slot, None)
-        self._allowed.pop(slot, None)
+        with self._lock:
+            self._states.pop(slot, None)
+            self._allowed.pop(slot, None)
+            self._spent_s.pop(slot, None)
 
     def advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds a token to each of `slots`, both [N], which have grammars."""
-        self.wait()
-        self._pending = _thread().submit(self._advance, slots.tolist(), tokens.tolist())
+        """Adds a token to each of `slots`, both [N], which have grammars and are ready."""
+        if not len(slots):
+            return
+        with self._lock:
+            self._is_ready[slots] = False
+            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+                heapq.heappush(self._queue, (self._spent_s[slot], self._number, slot, token, self._states[slot]))
+                self._number += 1
+            was_idle = self._idle.is_set()
+            self._idle.clear()
+        if was_idle:
+            _thread().submit(self._work)
 
-    def wait(self) -> None:
-        """Waits until all masks are written."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def ready(self, slots: np.ndarray, patience_s: float | None) -> np.ndarray:
+        """Whether the masks of `slots` [N] are written, bool [N], after waiting for them up to `patience_s`, or until
+        they are."""
+        if not self._is_ready[slots].all():
+            self._idle.wait(patience_s)
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+        return self._is_ready[slots]
 
     def read(self, slots: np.ndarray) -> np.ndarray:
-        """The masks of `slots` [N], uint8 [N, 4 · ceil(V / 32)]."""
-        self.wait()
-        return self._bits[slots]
+        """The masks of `slots` [N], uint8 [N, 4 · ceil(V / 32)], once they are written."""
+        self.ready(slots, None)
+        with self._lock:
+            return self._bits[slots]
 
-    def _advance(self, slots: list[int], tokens: list[int]) -> None:
-        for slot, token in zip(slots, tokens, strict=True):
-            self._states[slot].advance(token)
-            self._write(slot)
+    def _make_room(self, slot: int, width: int) -> None:
+        missing = slot + 1 - len(self._bits)
+        if missing > 0:
+            count = max(missing, len(self._bits))
+            more = np.zeros((count, width), np.uint8)
+            self._bits = np.concatenate([self._bits, more]) if len(self._bits) else more
+            self._is_ready = np.concatenate([self._is_ready, np.zeros(count, bool)])
 
-    def _write(self, slot: int) -> None:
-        bits = self._bits[slot]
-        self._states[slot].allowed(bits)
-        if slot in self._allowed:
-            bits &= self._allowed[slot]
+    def _work(self) -> None:
+        """Writes masks for one turn, and asks for another turn if there is more to do."""
+        ends_at = time.monotonic() + TURN_S
+        try:
+            while self._write_next():
+                if time.monotonic() > ends_at:
+                    _thread().submit(self._work)
+                    return
+        except Exception as error:
+            with self._lock:
+                self._error = error  # for who waits for the masks
+                self._queue.clear()
+                self._idle.set()
+            raise
+
+    def _write_next(self) -> bool:
+        """Writes the masks that are next in turn; False, and idle, if there is none."""
+        with self._lock:
+            taken = [heapq.heappop(self._queue) for _ in range(min(MASKS_AT_ONCE, len(self._queue)))]
+            if not taken:
+                self._idle.set()
+                return False
+            taken = [entry for entry in taken if self._states.get(entry[2]) is entry[4]]  # not closed since
+            allowed = [self._allowed.get(entry[2]) for entry in taken]
+            bits = np.empty((len(taken), self._bits.shape[1]), np.uint8)
+        times_s = [time.thread_time()]
+        for row, (_, _, _, token, state) in enumerate(taken):
+            state.advance(token)
+            state.allowed(bits[row])
+            if allowed[row] is not None:
+                bits[row] &= allowed[row]
+            times_s.append(time.thread_time())
+        with self._lock:
+            for row, (_, _, slot, _, state) in enumerate(taken):
+                if self._states.get(slot) is state:
+                    self._bits[slot] = bits[row]
+                    self._spent_s[slot] += times_s[row + 1] - times_s[row]
+                    self._is_ready[slot] = True
+        return True
 
 
 @cache

@@ -52,6 +52,10 @@ COUNTERS = ("prefilled", "reused", "sampled", "steps", "preemptions")
 """Totals of a base model's samplers: prompt tokens computed and reused, tokens drawn, steps, and how often a sequence,
 or a prompt, had to give its memory back."""
 
+MASKS_S, MASKS_BESIDE_S = 0.1, 0.01
+"""How long a step waits for the masks of grammars, where all sequences are of one scope, and where others wait beside
+them. A sequence without its mask sits out the step."""
+
 NO_MEMORY = "Memory does not suffice to sample one sequence. Ask for fewer tokens, or give the server more memory"
 
 
@@ -558,7 +562,7 @@ class Sampler:
         if started:
             slots = np.concatenate(started)
             self._set_order(np.concatenate([self._order, slots]))
-            self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
+            self._collect(np.arange(len(slots)), slots, logits[torch.tensor(rows, device=logits.device)])
 
     def _open_rows(self, prompt: Prompt) -> np.ndarray:
         """Slots for the sequences of a prompt. They share its whole pages; the rest of it is copied for each."""
@@ -607,7 +611,25 @@ class Sampler:
                 table, fronts, self._positions(), self._loras, earlier=self._step, states=states
             )
         slots = self._order
-        self._collect(slots, self._step.run(sequences.of["last"][slots], self._positions()))
+        logits = self._step.run(sequences.of["last"][slots], self._positions())
+        self._collect(self._with_masks(np.flatnonzero(~sequences.of["ended"][slots])), slots, logits)
+
+    def _with_masks(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the `rows` whose masks are written. The next step runs the others once more, at the same place."""
+        slots = self._order[rows]
+        ruled = self._sequences.of["ruled"][slots]
+        if not ruled.any():
+            return rows
+        rules, asked = self._sequences.rules, slots[ruled]
+        is_ready = np.ones(len(rows), bool)
+        is_ready[ruled] = rules.ready(asked, 0.0)
+        if not is_ready.all():
+            patience_s: float | None = None
+            if self._memory.states is None:  # a state would go on twice
+                scopes = self._rows_by_scope().keys() | self._waiting.scopes
+                patience_s = MASKS_S if len(scopes) == 1 else MASKS_BESIDE_S
+            is_ready[ruled] = rules.ready(asked, patience_s)
+        return rows[is_ready]
 
     def _positions(self) -> np.ndarray:
         """The position of each row's last token, which is run next."""
@@ -630,10 +652,10 @@ class Sampler:
 
     # --- collect ---
 
-    def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
-        """Draws the next token of each live sequence, and records token, logprob and whether the sequence ends."""
+    def _collect(self, rows: np.ndarray, slots: np.ndarray, logits: Tensor) -> None:
+        """Draws the next token of the sequences in `rows` of `slots`, from these rows of the logits, and records token,
+        logprob and whether the sequence ends. Ended rows are computed, too, until the next tidying, but not drawn."""
         sequences = self._sequences
-        rows = np.flatnonzero(~sequences.of["ended"][slots])  # ended rows are computed, too, until the next tidying
         if not len(rows):
             return
         slots = slots[rows]

@@ -49,30 +49,40 @@ class TokenGrammar:
     def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
         self._matcher = matcher
         self.ends = ends
+        self._first: dict[int, np.ndarray] = {}  # which tokens may come first, by the size of the mask
 
     def start(self) -> TokenGrammarState:
         """The state of an empty text."""
-        return TokenGrammarState(self._matcher.deep_copy())
+        return TokenGrammarState(self._matcher.deep_copy(), self._first)
 
 
 class TokenGrammarState:
     """The engine's `GrammarState`."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, first: dict[int, np.ndarray]) -> None:
+        """The state of an empty text. All texts of a grammar share `first`, which holds their first masks by size."""
         self._matcher = matcher
+        self._first: dict[int, np.ndarray] | None = first
         self._left_s = FIRST_S
 
     def allowed(self, bits: np.ndarray) -> None:
         """Writes the tokens that may come next; none once a limit was reached."""
+        first = self._first
+        if first is not None and bits.nbytes in first:
+            bits[:] = first[bits.nbytes]
+            return
         if self._left_s > 0:
             began = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             self._left_s -= time.thread_time() - began
         if self._left_s <= 0 or self._matcher.is_error():
             bits[:] = 0
+        if first is not None:
+            first[bits.nbytes] = bits.copy()
 
     def advance(self, token: int) -> None:
         """Adds a token."""
+        self._first = None
         began = time.thread_time()
         self._matcher.consume_token(token)
         self._left_s += TOKEN_S - (time.thread_time() - began)
