@@ -1,6 +1,7 @@
 """Every field of OpenAI's request types, and of vLLM's that clients send, is honoured or refused by name.
 
 Generated from the types of the `openai` package: a field that a new version adds fails here until somebody decides.
+`test_every_nested_field.py` has the fields within them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import openai.types.chat as chat_types
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
-from field_checks import ODD, check_field, check_refused, names_of
-from openai.types.shared_params import FunctionDefinition as FunctionParam
+from field_checks import check_field, names_of
 from openai_server import MODEL
 
 from mint.server.openai import schemas
@@ -47,75 +46,6 @@ def test_every_field_of_a_chat_is_honoured_or_refused_by_name(http: httpx.Client
 @pytest.mark.parametrize("name", COMPLETION_FIELDS)
 def test_every_field_of_a_completion_is_honoured_or_refused_by_name(http: httpx.Client, name: str) -> None:
     check_field(http, "/v1/completions", COMPLETION, name, honoured=CompletionRequest.model_fields, labels=LABELS)
-
-
-def message_types() -> dict[str, Any]:
-    roles = ("System", "Developer", "User", "Assistant", "Tool")
-    return {role.lower(): getattr(chat_types, f"ChatCompletion{role}MessageParam") for role in roles}
-
-
-@pytest.mark.parametrize(
-    ("role", "name"), [(role, name) for role, kind in message_types().items() for name in names_of(kind)]
-)
-def test_every_field_of_a_message_is_honoured_or_refused_by_name(http: httpx.Client, role: str, name: str) -> None:
-    message = {"role": role, "content": "Hi", **({"tool_call_id": "a"} if role == "tool" else {})}
-    check_refused(http, "/v1/chat/completions", {**CHAT, "messages": [{**message, name: ODD}]}, name)
-
-
-PARTS: dict[str, tuple[Any, Any, set[str]]] = {
-    # where: (OpenAI's type, the body around a part, hints)
-    "stream_options": (
-        chat_types.ChatCompletionStreamOptionsParam,
-        lambda part: {"stream": True, "stream_options": part},
-        set(),
-    ),
-    "content part": (
-        chat_types.ChatCompletionContentPartTextParam,
-        lambda part: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **part}]}]},
-        {"prompt_cache_breakpoint"},
-    ),
-    "tool": (
-        chat_types.ChatCompletionFunctionToolParam,
-        lambda part: {"tools": [{"type": "function", "function": {"name": "f"}, **part}]},
-        set(),
-    ),
-    "function": (
-        FunctionParam,
-        lambda part: {"tools": [{"type": "function", "function": {"name": "f", **part}}]},
-        {"strict", "parameters"},  # parameters are a schema, which may hold anything
-    ),
-    "tool call": (
-        chat_types.ChatCompletionMessageFunctionToolCallParam,
-        lambda part: {
-            "messages": [
-                *CHAT["messages"],
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **part}
-                    ],
-                },
-            ]
-        },
-        set(),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "name"), [(where, name) for where, (kind, *_) in PARTS.items() for name in kind.__annotations__]
-)
-def test_every_field_of_a_part_is_honoured_or_refused_by_name(http: httpx.Client, where: str, name: str) -> None:
-    _, around, hints = PARTS[where]
-    if name in hints:
-        assert http.post("/v1/chat/completions", json={**CHAT, **around({name: ODD})}).status_code == 200
-        return
-    check_refused(http, "/v1/chat/completions", {**CHAT, **around({name: ODD})}, name)
-
-
-@pytest.mark.parametrize("where", PARTS)
-def test_a_field_that_nobody_knows_is_refused_in_every_part(http: httpx.Client, where: str) -> None:
-    check_refused(http, "/v1/chat/completions", {**CHAT, **PARTS[where][1]({"unheard_of": 1})}, "unheard_of")
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
