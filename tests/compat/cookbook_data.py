@@ -1,6 +1,6 @@
-"""Made-up rows in the form of the data sets that recipes of tinker-cookbook load: from the hub, or from a folder.
+"""Made-up data in the form of what programs of tinker-cookbook load: from the hub, a folder, or GitHub.
 
-Read by `cookbook_recipe.py` in the cookbook's own environment. Knows nothing of what the recipes do with the rows.
+Read by `cookbook_program.py` in the cookbook's own environment. Knows nothing of what the programs do with the rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 
 ROWS = 1024
 
@@ -145,8 +146,18 @@ def load_from_disk(path: str, *_: Any, **__: Any) -> datasets.Dataset:
     return made(ON_DISK[folder.parent.name], range(first, first + DISK_ROWS))
 
 
+def get(url: str, **_: Any) -> httpx.Response:
+    """In place of the function of `httpx`: a text file, as a check downloads one from GitHub."""
+    return httpx.Response(200, text="".join(map(text_line, range(200))), request=httpx.Request("GET", url))
+
+
+def text_line(number: int) -> str:
+    return f"def step_{number}(value):\n    return value + {number}\n\n\n"
+
+
 def stand_in() -> None:
-    """Puts the made-up rows in the place of what the hub and the disk have."""
+    """Puts made-up data in the place of what the hub and the disk have, and of downloads."""
+    httpx.get = get
     datasets.load_dataset = load_dataset
     datasets.load_from_disk = load_from_disk
     datasets.get_dataset_config_names = lambda _path: ["algebra"]

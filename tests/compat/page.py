@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,18 @@ def recipe_table(
     lines += ["", f"Not run, {len(not_run)} programs:", "", "| program | why |", "|---|---|"]
     lines += [f"| `{module}` | {reason} |" for module, reason in not_run.items()]
     return "\n".join(lines)
+
+
+def tutorial_table(results: Mapping[str, str], versions: Mapping[str, str], day: datetime.date) -> str:
+    """A row for each tutorial and its result; above, the day of the run and the versions of the packages."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"Run on {day.isoformat()} with {packages}: {len(results)} of {len(results)} tutorials.",
+        "",
+        "| tutorial | result |",
+        "|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| `tutorials/{name}.py` | {result} |" for name, result in results.items())])
 
 
 def _cell(rows: Outcomes, name: str) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ COOKBOOK_REQUIREMENTS = (
     "chz>=0.4",
     "cloudpickle>=3",
     "datasets>=2.14",
+    *("marimo>=0.23.8", "matplotlib>=3.7"),
     "math-verify",
     "pillow>=10",
     "pylatexenc",
@@ -39,13 +41,14 @@ COOKBOOK_REQUIREMENTS = (
     "rich>=13",
     "safetensors>=0.4",
     "sympy",
+    "tabulate",
     "termcolor>=2",
     "textarena>=0.7.4",
     "tiktoken>=0.12",
     "transformers>=5.17,<6",
 )
-"""All that it and its recipes `math_rl` and `multiplayer_rl` declare but tml-renderers, which only its renderers for
-Thinking Machines' own models import."""
+"""All that it, its tutorials, and its recipes `math_rl` and `multiplayer_rl` declare but tml-renderers, which only its
+renderers for Thinking Machines' own models import; and tabulate, which one of its checks needs."""
 
 TOOLKIT = "mindlab-toolkit==0.2.0"
 """MinT's own package over tinker 0.22.0."""
@@ -132,6 +135,23 @@ def cookbook_python() -> Path:
     """The interpreter of an environment with the public tinker-cookbook."""
     environment = SdkEnvironment(peers_home() / "tinker-cookbook", COOKBOOK_REQUIREMENTS, (COOKBOOK,))
     return environment.ensure(torch_python())
+
+
+def cookbook_source() -> Path:
+    """The folder of the cookbook's source distribution, which has the tutorials: the installed package has not."""
+    folder = peers_home() / f"{COOKBOOK.replace('==', '-')}-source"
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        download = ("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(partial), COOKBOOK)
+        run([str(cookbook_python()), "-m", "pip", "--disable-pip-version-check", *download])
+        [archive] = partial.glob("*.tar.gz")
+        with tarfile.open(archive) as files:
+            files.extractall(partial, filter="data")
+        [unpacked] = (path for path in partial.iterdir() if path.is_dir())
+        unpacked.rename(folder)
+        shutil.rmtree(partial)
+    return folder
 
 
 def toolkit_python() -> Path:

@@ -14,24 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.cookbook_models import make_models, served_models
 from tests.compat.page import PAGE, recipe_table
 from tests.compat.sdk_environments import cookbook_python
 from tests.compat.served import Served, mint_serve
-from tests.compat.stand_in_model import make_stand_in
 from tests.generated_page import read_part, replace_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 HERE = Path(__file__).parent
 ROOM = "tinker_cookbook.recipes"
-MODELS = (
-    *("Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"),
-    *("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-397B-A17B"),
-    *("Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.6-35B-A3B:peft:262144", "Qwen/Qwen3.8-27B"),
-)
-"""What the recipes name."""
-TEACHERS = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-397B-A17B")
-"""Those of them with other weights: a student learns nothing from a teacher that equals it."""
 
 
 @dataclass(frozen=True)
@@ -210,21 +202,16 @@ def write_data(work_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes run: the models' names are folders there, so that their tokenizers are found."""
+    """Where the recipes run."""
     work = tmp_path_factory.mktemp("work")
-    first, teacher = MODELS[0], TEACHERS[0]
-    made = {first: make_stand_in(work, first), teacher: make_stand_in(work, teacher, noise=0.3)}
-    for name in MODELS:
-        if name not in made:
-            (work / name).symlink_to(made[teacher if name in TEACHERS else first])
+    make_models(work)
     write_data(work)
     return work
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    options = [option for name in MODELS for option in ("--model", f"{name}={(folder / name).resolve()}")]
-    with mint_serve(tmp_path_factory.mktemp("served"), *options) as running:
+    with mint_serve(tmp_path_factory.mktemp("served"), *served_models(folder)) as running:
         yield running
 
 
@@ -235,7 +222,7 @@ def test_a_recipe_runs_to_its_end_at_its_own_settings(served: Served, folder: Pa
     RESULTS[name] = f"{TODAY} | **fails**"
     done = served.run(
         cookbook_python(),
-        HERE / "cookbook_recipe.py",
+        HERE / "cookbook_program.py",
         f"{ROOM}.{recipe.module}",
         *recipe.options,
         owner="recipes",
