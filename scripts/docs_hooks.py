@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are not in docs/, and links between them.
+"""Hooks of mkdocs: pages that are not in docs/ or are made of the code, and links between them.
 
 GitHub shows the same files in their folders. So links are written for the repository and changed here for the site:
 a link to another page leads to that page; a link to a source file leads to the repository, or is plain text where no
@@ -14,6 +14,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from reference_pages import command_line, http_api  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -28,11 +29,16 @@ PAGES = (
 )
 """Files of the repository that are pages of the site under the same path."""
 
+GENERATED = {"api/command_line.md": command_line, "api/http.md": http_api}
+"""Pages of the site and what writes them."""
+
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages from outside docs/."""
+    """Adds the pages from outside docs/, and those that are made of the code."""
+    for path, page in GENERATED.items():
+        files.append(File.generated(config, path, content=page()))
     for path in PAGES:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files

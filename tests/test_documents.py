@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +16,8 @@ from http_server import http_server
 
 import mint.rl
 from mint.config import Settings
-from mint.rl import RLConfig
+from mint.recipes.math import DEMO, MathAdapter
+from mint.rl import Group, RLConfig, mixture, run_grpo
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SERVER = 'os.environ["MINT_BASE_URL"]'
@@ -111,6 +114,32 @@ def test_the_map_of_the_code_describes_every_file() -> None:
 def test_every_setting_of_a_run_is_documented() -> None:
     text = (ROOT / "docs" / "rl.md").read_text()
     assert [name for name in RLConfig.model_fields if f"`{name}`" not in text] == []
+
+
+@pytest.mark.learns
+def test_every_metric_of_a_run_is_documented(tmp_path: Path) -> None:
+    tasks = {"one": MathAdapter(seed=0), "two": MathAdapter(seed=1)}
+    config = DEMO.changed(
+        steps=1,
+        batch_size=4,
+        heldout_size=0,
+        loss_fn="ppo",
+        kl_penalty_coef=0.01,
+        correction="token_truncate",
+        metrics=(count_groups,),
+        run_dir=tmp_path / "run",
+    )
+    run_grpo(mixture(tasks), config)
+    [row] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    columns = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    listed = [name for column in columns for name in re.findall(r"`([^`]+)`", column)]
+    patterns = [re.escape(name).replace("NAME", ".+").replace(r"\*", ".+") for name in listed]
+    assert [name for name in row if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
+    assert len(row) > 60
+
+
+def count_groups(groups: Sequence[Group]) -> dict[str, float]:
+    return {"groups": float(len(groups))}
 
 
 def test_every_environment_variable_is_documented() -> None:

@@ -181,7 +181,8 @@ def _operation_id(row: RouteRow) -> str:
 
 
 def _sentence(row: RouteRow) -> str:
-    return (row.operation.__doc__ or "").strip().partition("\n")[0]
+    """The first paragraph of the operation's docstring."""
+    return " ".join((row.operation.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def _group(row: RouteRow) -> str:
