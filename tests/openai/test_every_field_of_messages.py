@@ -51,6 +51,7 @@ def in_content(role: str, block: dict[str, Any]) -> dict[str, Any]:
 PARTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], set[str]]] = {
     # where: (the body around a part, labels and hints)
     "message": (lambda part: {"messages": [{**USER, **part}]}, set()),
+    "system": (lambda part: {"system": [{"type": "text", "text": "Hi", **part}]}, {"cache_control"}),
     "text": (lambda part: in_content("user", {"type": "text", "text": "Hi", **part}), {"cache_control"}),
     "tool_use": (lambda part: in_content("assistant", {**USE, **part}), {"cache_control", "input"}),
     "tool_result": (lambda part: in_content("user", {**RESULT, **part}), {"cache_control"}),

@@ -33,6 +33,7 @@ FOUND = {
     "request": fields(message_create_params.MessageCreateParamsBase, beta_create_params.MessageCreateParamsBase),
     "count": fields(types.MessageCountTokensParams),
     "message": fields(types.UserMessageParam, types.AssistantMessageParam, types.SystemMessageParam),
+    "system": fields(types.TextBlockParam),
     "text": fields(types.TextBlockParam),
     "tool_use": fields(types.ToolUseBlockParam),
     "tool_result": fields(types.ToolResultBlockParam),

@@ -323,7 +323,7 @@ class Trainer:
                 "is not supported",
                 field="age_encryption_recipients",
                 value=request.age_encryption_recipients,
-                remedy="Leave it out, and encrypt what you have downloaded",
+                remedy="Leave it out; `tinker checkpoint download` and `mint checkpoints download` do not ask for it",
             )
         row, replaced = self._save(job, checkpoints.EXTERNAL, request, request.path, overwrite=False)
         path = CheckpointPath(row.model_id, row.kind, row.name)
