@@ -1,4 +1,4 @@
-"""Title, tags, note and archive of a run; deleting it, and taking that back: by request, and for `mint runs`."""
+"""Title, tags, note and archive of a run; its end, and its deletion and return: by request, and for `mint runs`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mint.cli.main import app
 from mint.dashboard.deleted_runs import DELETED, KEPT_S
+from mint.runs.interrupt import forget_stop_request, is_stop_requested
 from mint.runs.labels import MOST_TAGS, RunLabels, read_labels, write_labels
 from tests.dashboard.dashboard_harness import API, HOSTILE, showing, write_run
 from tests.generated_runs import write_states
@@ -106,6 +107,23 @@ def test_a_running_run_is_not_deleted(tmp_path: Path) -> None:
         answer = client.post(f"{API}/runs/waiting/delete")
     assert answer.status_code == 400 and "is running" in answer.json()["error"]
     assert (tmp_path / "runs" / "waiting" / "config.json").is_file()
+
+
+def test_a_running_run_is_asked_to_stop_and_others_are_not(tmp_path: Path) -> None:
+    write_states(tmp_path / "runs")
+    waiting = tmp_path / "runs" / "waiting"
+    with showing(tmp_path) as (_, client):
+        page = client.get("/runs/waiting").text
+        assert 'id="stop-run"' in page and "asked to stop" not in page
+        notice = client.post(f"{API}/runs/waiting/stop").raise_for_status().json()["summary"]["notice"]
+        assert is_stop_requested(waiting) and "asked to stop" in notice and notice in client.get("/runs/waiting").text
+        answer = client.post(f"{API}/runs/failed-at-once/stop")
+        assert answer.status_code == 400 and "is not running" in answer.json()["error"]
+    forget_stop_request(waiting)
+    stopped = CliRunner().invoke(app, ["runs", "stop", str(waiting)])
+    assert stopped.exit_code == 0 and is_stop_requested(waiting)
+    refused = CliRunner().invoke(app, ["runs", "stop", str(tmp_path / "runs" / "failed-at-once")])
+    assert refused.exit_code != 0 and "is failed" in refused.output
 
 
 @pytest.mark.parametrize("entry", ["..", "1-..", "1-%2e%2e%2fa", "a", "99-nothing", "1-a%2Fb"])

@@ -322,7 +322,7 @@ def test_no_route_is_there_twice_and_all_but_the_door_ask_who_comes() -> None:
     rows = [(row.method, row.path) for row in ROUTES]
     assert len(rows) == len(set(rows))
     assert {row.path for row in ROUTES if row.is_open} == {"/login", "/logout", "/assets/{file}", "/favicon.ico"}
-    changes = {f"{API}/runs/{{run}}/{what}" for what in ("bisect", "labels", "delete")}
+    changes = {f"{API}/runs/{{run}}/{what}" for what in ("bisect", "labels", "stop", "delete")}
     restore = f"{API}/deleted/{{entry}}/restore"
     assert {row.path for row in ROUTES if row.method == "POST"} == {"/login", "/logout", restore, *changes}
 

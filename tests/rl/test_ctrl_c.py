@@ -1,4 +1,4 @@
-"""Ctrl-C in a script: the run ends after its step, which is saved, and the exception says how to go on."""
+"""Ctrl-C in a script, or a request to stop: the run ends after its step, which is saved, and says how to go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from digits_task import ManyDigits
 
 from mint.rl import RLConfig, run_grpo
-from mint.runs.interrupt import RunInterrupted
+from mint.runs.interrupt import RunInterrupted, request_stop
+from mint.runs.reader import RunReader
 
 pytestmark = pytest.mark.learns
 
@@ -48,6 +49,21 @@ def test_the_step_is_saved_and_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         run_grpo(ManyDigits(), config, on_progress=press_at("step"))
     assert (ended.value.folder, ended.value.saved_step) == (tmp_path / "run", 1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = run_grpo(ManyDigits(), config, resume=True)
+    undisturbed = run_grpo(ManyDigits(), SMALL.changed(run_dir=tmp_path / "other"))
+    assert (resumed.steps, resumed.state_digest) == (4, undisturbed.state_digest)
+
+
+def test_a_request_to_stop_ends_a_run_as_ctrl_c_does_and_is_forgotten_by_the_next_process(tmp_path: Path) -> None:
+    config = SMALL.changed(run_dir=tmp_path / "run")
+
+    def stop(what: str, fields: dict[str, Any]) -> None:
+        if what == "step" and fields["step"] == 2:
+            request_stop(tmp_path / "run")
+
+    with pytest.raises(RunInterrupted, match=r"ended by a request to stop; it is saved up to step 2 of 4"):
+        run_grpo(ManyDigits(), config, on_progress=stop)
+    assert RunReader(tmp_path / "run").summary().state == "stopped"
     resumed = run_grpo(ManyDigits(), config, resume=True)
     undisturbed = run_grpo(ManyDigits(), SMALL.changed(run_dir=tmp_path / "other"))
     assert (resumed.steps, resumed.state_digest) == (4, undisturbed.state_digest)

@@ -123,6 +123,6 @@ def _end(interrupt: RunInterrupted) -> NoReturn:
         command.append("--resume")
     saved = f"saved up to step {interrupt.saved_step}" if interrupt.saved_step else "no step is saved"
     console = Console(stderr=True, highlight=False)
-    console.print(f"Ended by Ctrl-C ({saved}). To go on:", markup=False)
+    console.print(f"Ended by {interrupt.by} ({saved}). To go on:", markup=False)
     console.print(shlex.join(command), markup=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED) from interrupt

@@ -23,6 +23,7 @@ from mint.dashboard.run_list import MAX_PAGE_RUNS, PAGE_RUNS, RunQuery, parse_so
 from mint.dashboard.state import DashboardState
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
+from mint.runs.interrupt import request_stop
 from mint.runs.labels import changed_labels, read_labels, write_labels
 from mint.runs.reader import RolloutQuery, RunReader
 
@@ -263,6 +264,15 @@ def label(dashboard: DashboardState, request: Request, body: bytes) -> dict[str,
     name = request.path_params["run"]
     folder = dashboard.readers.folders.folder(name)
     write_labels(folder, changed_labels(read_labels(folder), _parse_json(body)))
+    return {"summary": dashboard.readers.summary(name)}
+
+
+def stop(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Asks a run to end after its step and to save it."""
+    name = request.path_params["run"]
+    if dashboard.readers.summary(name).state != "running":
+        raise InvalidRequestError("is not running", field="run", value=name, remedy="There is nothing to stop")
+    request_stop(dashboard.readers.folders.folder(name))
     return {"summary": dashboard.readers.summary(name)}
 
 

@@ -276,6 +276,7 @@ ROUTES: tuple[DashboardRoute, ...] = (
     _json("GET", f"{_RUN}/bisect", api.bisection),
     DashboardRoute("POST", f"{API}/{_RUN}/bisect", _bisect),
     _change(f"{_RUN}/labels", api.label),
+    _change(f"{_RUN}/stop", api.stop),
     _change(f"{_RUN}/delete", api.delete),
     _change("deleted/{entry}/restore", api.restore),
     _json("GET", "service", api.service),

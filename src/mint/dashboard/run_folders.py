@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mint.errors import NotFoundError
+from mint.runs.interrupt import STOP_REQUEST
 from mint.runs.labels import LABELS
 
 CONFIG = "config.json"
@@ -32,6 +33,7 @@ WATCHED = (
     "checkpoints.jsonl",
     "rollouts.index",
     LABELS,
+    STOP_REQUEST,
 )
 """A run's summary is still right if size and modification time of these files are unchanged."""
 

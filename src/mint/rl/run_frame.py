@@ -10,7 +10,8 @@ Knows nothing of what is trained on. Every recipe opens a run, loops over its st
                 run.save(step)
         checkpoint = run.save(steps)
 
-Ctrl-C ends a run after its step: a checkpoint is due then, and `save` raises `RunInterrupted`.
+Ctrl-C, or a request to stop in its folder, ends a run after its step: a checkpoint is due then, and `save` raises
+`RunInterrupted`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import RunConfig
 from mint.rl.tracking.progress import LiveProgress
 from mint.rl.tracking.trackers import Trackers, require_installed
-from mint.runs.interrupt import Interrupt, RunInterrupted, deferred_interrupt
+from mint.runs.interrupt import (
+    Interrupt,
+    RunInterrupted,
+    deferred_interrupt,
+    forget_stop_request,
+    is_stop_requested,
+)
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
 
@@ -91,6 +98,7 @@ def open_run(
             log.warning("%s %s: the run starts at step 1", run_log.folder, what)
         lines = LiveProgress(int(content["steps"]), title=f"{name}: {run_log.folder}", plain=True)
         printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines
+        forget_stop_request(run_log.folder)
         with recorded_process(run_log.folder) as end, printed as progress:
             run = RunFrame(config, service, run_log, content, point, progress)
             with Trackers(config.trackers, run_log.folder, content, run.note) as trackers:
@@ -156,7 +164,12 @@ class RunFrame:
             raise self._interrupted() from interrupt
 
     def _interrupted(self) -> RunInterrupted:
-        return RunInterrupted(self.log.folder, saved_step=self._saved_step, steps=int(self.described["steps"]))
+        is_asked = is_stop_requested(self.log.folder) and not self._interrupt.requested
+        by = "a request to stop" if is_asked else "Ctrl-C"
+        return RunInterrupted(self.log.folder, saved_step=self._saved_step, steps=int(self.described["steps"]), by=by)
+
+    def _is_to_end(self) -> bool:
+        return self._interrupt.requested or is_stop_requested(self.log.folder)
 
     def tell(self, event: str, fields: dict[str, Any]) -> None:
         """Calls the trackers and the progress hook."""
@@ -192,7 +205,7 @@ class RunFrame:
 
     def is_save_due(self, step: int, steps: int) -> bool:
         """Whether a checkpoint is due after `step` of `steps`; the last step is saved by the recipe itself."""
-        return step < steps and (step % self.config.save_every == 0 or self._interrupt.requested)
+        return step < steps and (step % self.config.save_every == 0 or self._is_to_end())
 
     def save(
         self, step: int, *, totals: Mapping[str, float] | None = None, state: Mapping[str, Any] | None = None
@@ -202,7 +215,7 @@ class RunFrame:
         A resumed process finds `totals` and `state` in `point`. A step that is saved already is not saved again.
 
         Raises:
-            RunInterrupted: the user has pressed Ctrl-C; the step is saved.
+            RunInterrupted: the user has pressed Ctrl-C, or asked the run to stop; the step is saved.
         """
         if self.point is not None and self.point.step >= step:
             return self.point.checkpoint
@@ -210,7 +223,7 @@ class RunFrame:
         self.log.save_point(ResumePoint(step, checkpoint, totals or {}, state or {}))
         self.log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})
         self._saved_step = step
-        if self._interrupt.requested:
+        if self._is_to_end():
             raise self._interrupted()
         return checkpoint
 

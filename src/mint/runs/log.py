@@ -12,6 +12,7 @@ warnings.jsonl     one line per warning of the server about the datums of a step
 checkpoints.jsonl  one line per saved step
 state.json         the last resumable step and its checkpoint; replaced atomically
 labels.json        what a person says about it: title, tags, note, archived (`labels`); replaced atomically
+stop_request       there while the run was asked to end after its step (`interrupt`)
 process.json       the process that runs it, since when, and how it ended; replaced atomically
 """
 

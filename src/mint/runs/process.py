@@ -101,15 +101,19 @@ def is_stale(state: State, *, silent_s: float, slowest_step_s: float) -> bool:
     return state == "running" and silent_s > max(STALE_S, STALE_STEPS * slowest_step_s)
 
 
-def state_notice(state: State, *, step: int, error: str | None, stale_for_s: float | None) -> str:
+def state_notice(
+    state: State, *, step: int, error: str | None, stale_for_s: float | None, is_ending: bool = False
+) -> str:
     """One sentence about a run that needs attention or has no step yet; empty for one that goes well or has finished.
 
-    `stale_for_s` is how long a stale run has been silent, None for others.
+    `stale_for_s` is how long a stale run has been silent, None for others. `is_ending`: it was asked to end.
     """
     place = f"after step {step}" if step else "before its first step"
     if stale_for_s is not None:
         minutes = int(stale_for_s // 60)
         return f"Its process lives, but has written nothing for {minutes} minutes. It may hang."
+    if state == "running" and is_ending:
+        return "It was asked to stop: it ends after this step and saves it."
     if state == "running":
         return "" if step else "The first step is not done yet."
     if state == "died":

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mint.errors import NotFoundError
+from mint.runs.interrupt import is_stop_requested
 from mint.runs.json_lines import Tail, decode_lines
 from mint.runs.labels import read_labels
 from mint.runs.log import EFFECTIVE
@@ -185,7 +186,13 @@ class RunReader:
                 updated_at=updated_at,
                 error=error,
                 is_stale=stale,
-                notice=state_notice(state, step=step, error=error, stale_for_s=silent_s if stale else None),
+                notice=state_notice(
+                    state,
+                    step=step,
+                    error=error,
+                    stale_for_s=silent_s if stale else None,
+                    is_ending=is_stop_requested(self.folder),
+                ),
                 **vars(read_labels(self.folder)),
             )
 

@@ -15,7 +15,7 @@ import typer
 from rich.filesize import decimal
 
 from mint.cli.base_models import pull
-from mint.cli.run_names import RUN_HELP, find_run
+from mint.cli.run_names import RUN_HELP, Run, find_run
 from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
@@ -125,6 +125,23 @@ def show_run(
         _show_model(run_id, data_dir, no_run=error, as_json=as_json)
     except MintError as error:
         fail(error, as_json=as_json)
+
+
+@runs_app.command(name="stop")
+def stop_run(run: Run, data_dir: DataDir = None) -> None:
+    """Ends a run after its step, which it saves, as Ctrl-C does."""
+    from mint.runs.interrupt import request_stop
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+
+    try:
+        folder = find_run(run, data_dir)
+        state = RunReader(folder).summary().state
+        if state != "running":
+            raise InvalidRequestError(f"is {state}", field="run", value=run, remedy="There is nothing to stop")
+        request_stop(folder)
+    except MintError as error:
+        fail(error, as_json=False)
+    typer.echo(f"{folder.name} ends after this step and saves it")
 
 
 def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, as_json: bool) -> None:

@@ -186,6 +186,7 @@ function showClock({ summary, elapsed: places }) {
   const elapsed = (runs ? Date.now() / 1000 : summary.updated_at) - summary.began_at || places.at(-1);
   find(".headline [data-cell=elapsed]").textContent = duration(elapsed);
   find(".headline [data-cell=rest]").hidden = !runs;
+  find("#stop-bar").hidden = !runs;
   const left = runs && summary.step && elapsed ? (elapsed / summary.step) * (summary.steps - summary.step) : null;
   find(".headline [data-cell=eta]").textContent = duration(left);
 }

@@ -1,4 +1,4 @@
-// Title, tags, note and archive of one run, and its deletion, on the page of the run.
+// What a reader changes in one run, on its page: title, tags, note and archive; its end, and its deletion.
 
 import { el, find, postJson, runPath, showError } from "./common.js";
 
@@ -14,6 +14,16 @@ export function beginLabels(run) {
       const { summary } = await postJson(runPath(run, "labels"), given);
       show(summary);
       find("#labels-state").textContent = "saved";
+    } catch (error) {
+      showError(error);
+    }
+  });
+  find("#stop-run").addEventListener("click", async () => {
+    try {
+      const { summary } = await postJson(runPath(run, "stop"), {});
+      const notice = find(".headline [data-cell=notice]");
+      notice.textContent = summary.notice;
+      notice.hidden = false;
     } catch (error) {
       showError(error);
     }
