@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
 import httpx
 import pytest
@@ -199,7 +200,7 @@ def test_sessions_are_found_by_what_is_known_of_them(place: Place) -> None:
     rest = place.rest("alice")
     rest.assign_session_project(red.session_id, "p1").result()
     red_id, blue_id = red.session_id, blue.session_id
-    red.close()
+    red.close("errored", "out of memory")
     cases: list[tuple[SessionSearchRequest, list[str]]] = [
         (SessionSearchRequest(), [blue_id, red_id]),
         (SessionSearchRequest(user_metadata={"team": "red"}), [red_id]),
@@ -209,6 +210,8 @@ def test_sessions_are_found_by_what_is_known_of_them(place: Place) -> None:
         (SessionSearchRequest(project_ids=["p2"]), []),
         (SessionSearchRequest(statuses=[SessionStatusQuery(type="active")]), [blue_id]),
         (SessionSearchRequest(statuses=[SessionStatusQuery(type="client_finished")]), [red_id]),
+        (SessionSearchRequest(statuses=[SessionStatusQuery(type="client_finished", reasons=["errored"])]), [red_id]),
+        (SessionSearchRequest(statuses=[SessionStatusQuery(type="client_finished", reasons=["success"])]), []),
         (SessionSearchRequest(statuses=[SessionStatusQuery(type="failed")]), []),
         (SessionSearchRequest(owner=SessionSearchOwner(type="user", owner_urns=["bob"])), []),
     ]
@@ -218,6 +221,21 @@ def test_sessions_are_found_by_what_is_known_of_them(place: Place) -> None:
     summary = rest.search_sessions(cases[1][0]).result().sessions[0]
     assert (summary.checkpoints_count, summary.project_id, summary.owner) == (1, "p1", "alice")
     assert summary.checkpoint_storage_bytes
+    assert summary.status == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("search", "named"),
+    [
+        ({"statuses": [{"type": "active", "reasons": ["success"]}]}, "reasons"),
+        ({"statuses": [{"type": "client_finished", "reasons": ["bored"]}]}, "reasons"),
+        ({"owner": {"type": "own", "owner_urns": ["bob"]}}, "owner_urns"),
+        ({"owner": {"type": "user"}}, "owner_urns"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_by_its_field(place: Place, search: dict[str, Any], named: str) -> None:
+    response = httpx.post(f"{place.url}/api/v1/sessions/search", json=search, headers={"x-api-key": "alice"})
+    assert response.status_code == 400 and named in response.json()["error"]
 
 
 def test_a_search_goes_on_where_its_cursor_says(place: Place) -> None:

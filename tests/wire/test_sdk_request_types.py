@@ -1,4 +1,5 @@
-"""Our request types know every field of those of the newest public SDK, so that none is ignored in silence.
+"""Our request types know every field of those of the newest public SDK, and of the types within them, so that none is
+ignored in silence.
 
 `tests/service/test_native_fields.py` shows that each field which we know is honoured or refused by name.
 """
@@ -16,12 +17,16 @@ from pydantic import BaseModel
 from mint.types import AdamParams, LoraConfig, SamplingParams, records
 from mint.types.datum import Datum
 from mint.types.model_input import EncodedTextChunk, ModelInput
+from mint.types.provenance import PromptProvenanceSpan, SampledProvenanceSpan
 from mint.types.tensors import TensorData
 from mint.types.value_classes import ArrayValue
 from mint.wire import requests
 from tests.compat.sdk_environments import VERSIONS, sdk_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+Fields = dict[str, dict[str, list[str]]]
+"""Type → field → the types within it."""
 
 SAME: dict[str, Any] = {
     # the SDK's name -> our type
@@ -55,6 +60,19 @@ SAME: dict[str, Any] = {
     "ModelInput": ModelInput,
     "EncodedTextChunk": EncodedTextChunk,
     "TensorData": TensorData,
+    "PromptProvenanceSpan": PromptProvenanceSpan,
+    "SampledProvenanceSpan": SampledProvenanceSpan,
+    "ClientSessionFinishSuccess": requests.FinishReason,
+    "ClientSessionFinishErrored": requests.FinishReason,
+    "ClientSessionFinishInterrupted": requests.FinishReason,
+    "OwnSearchOwner": records.SessionSearchOwner,
+    "AccessibleSearchOwner": records.SessionSearchOwner,
+    "UserSearchOwner": records.SessionSearchOwner,
+    "ActiveSessionStatusQuery": records.SessionStatusQuery,
+    "CancelledSessionStatusQuery": records.SessionStatusQuery,
+    "FailedSessionStatusQuery": records.SessionStatusQuery,
+    "ClientFinishedSessionStatusQuery": records.SessionStatusQuery,
+    "SessionSearchCursor": records.SessionSearchCursor,
 }
 
 ELSEWHERE = {
@@ -72,6 +90,17 @@ NOT_REQUESTS = {
 }
 """Requests whose fields nobody reads."""
 
+REFUSED = {
+    "DmelChunk": "sound",
+    "ImageChunk": "images",
+    "ImageAssetPointerChunk": "images",
+    "OptimParamsBase": "of other optimizers, which are refused by their type",
+    "DimuonParams": "of another optimizer",
+    "OptimizerConfigBase": "of other optimizers",
+    "AdamOptimizerConfig": "the optimizer here: it has a type and nothing else",
+}
+"""Types whose values are refused, or say nothing, by their `type`."""
+
 
 def fields(kind: Any) -> set[str]:
     form: type[BaseModel] = kind.json_form if issubclass(kind, ArrayValue) else kind
@@ -79,22 +108,27 @@ def fields(kind: Any) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def of_sdk() -> dict[str, list[str]]:
-    """The types of the newest SDK, each with its fields."""
+def of_sdk() -> Fields:
+    """Of the newest SDK."""
     script = Path(__file__).with_name("sdk_request_types.py")
     done = subprocess.run([sdk_python(VERSIONS[-1]), script], capture_output=True, text=True, timeout=300, check=True)
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    found: Fields = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_every_request_type_of_the_sdk_is_known(of_sdk: dict[str, list[str]]) -> None:
-    asked = {name for name in of_sdk if name.endswith(("Request", "Params"))} | {"LoraConfig", "Datum", "TensorData"}
-    other = {"OptimParamsBase", "DimuonParams"}  # of other optimizers, which are refused by their type
-    assert asked - other - SAME.keys() == NOT_REQUESTS.keys()
-    assert SAME.keys() <= of_sdk.keys()
+def test_every_type_within_a_request_of_the_sdk_is_known(of_sdk: Fields) -> None:
+    waiting = ["ClientSessionFinished", *(name for name in of_sdk if name.endswith(("Request", "Params")))]
+    reached = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in reached and name not in NOT_REQUESTS:
+            reached.add(name)
+            waiting += [inner for within in of_sdk[name].values() for inner in within]
+    assert reached == SAME.keys() | REFUSED.keys()
+    assert NOT_REQUESTS.keys() <= of_sdk.keys()
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_every_field_of_a_type_is_known(of_sdk: dict[str, list[str]], name: str) -> None:
+def test_every_field_of_a_type_is_known(of_sdk: Fields, name: str) -> None:
     unknown = set(of_sdk[name]) - fields(SAME[name])
     assert unknown == {field for kind, field in ELSEWHERE if kind == name}

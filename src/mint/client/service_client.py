@@ -16,7 +16,7 @@ from mint.client.connection.endpoint import Endpoint
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClientFuture
-from mint.client.session import EmbeddedServer, Outcome, Session
+from mint.client.session import EmbeddedServer, Session
 from mint.client.training_client import TrainingClientFuture, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
@@ -27,6 +27,7 @@ from mint.types import (
     LoraConfig,
     invalid_request,
 )
+from mint.types.records import SessionOutcome
 from mint.version import VERSION
 from mint.wire.requests import CreateModelRequest, CreateSessionRequest, LoadWeightsRequest
 
@@ -102,7 +103,7 @@ class ServiceClient:
         """The session's id; opens the session."""
         return self._session.open()
 
-    def close(self, status: Outcome = "success", detail: str | None = None) -> None:
+    def close(self, status: SessionOutcome = "success", detail: str | None = None) -> None:
         """Ends the session with its outcome; takes a few seconds where the server is gone. A second call does
         nothing."""
         self._session.close(status, detail)

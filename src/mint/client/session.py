@@ -12,7 +12,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mint.wire as wire
 from mint.client.connection.endpoint import Endpoint
@@ -21,10 +21,10 @@ from mint.client.connection.transport import TIMEOUT_S, InProcessTransport, Tran
 from mint.client.connection.wait_log import log
 from mint.errors import SessionEndedError
 from mint.types import CreateSessionResponse
+from mint.types.records import SessionOutcome
 from mint.wire.requests import CreateSessionRequest, FinishReason, FinishSessionRequest, SessionRequest
 
 R = TypeVar("R")
-Outcome = Literal["success", "errored", "interrupted"]
 
 CONNECT_PATIENCE_S = 15.0
 """While nobody takes a connection. Much shorter than for other requests: a wrong address should be reported soon."""
@@ -206,7 +206,7 @@ class Session:
 
     # --- closing -------------------------------------------------------------------------------------------------
 
-    def close(self, outcome: Outcome = "success", detail: str | None = None) -> None:
+    def close(self, outcome: SessionOutcome = "success", detail: str | None = None) -> None:
         """Ends the session; futures that are still open fail with `SessionEndedError`. Closing again does nothing.
 
         Takes a few seconds at most where the server does not answer: it ends a session without heartbeats itself.
@@ -222,7 +222,7 @@ class Session:
         asyncio.run_coroutine_threadsafe(self._disconnect(outcome, detail), self._loop).result()
         self._stop()
 
-    async def _disconnect(self, outcome: Outcome, detail: str | None) -> None:
+    async def _disconnect(self, outcome: SessionOutcome, detail: str | None) -> None:
         self.server.is_closing = True
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -270,7 +270,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     ended_by = getattr(sys, "last_type", None)  # the uncaught exception, if one ends the program
-    outcome: Outcome = "success"
+    outcome: SessionOutcome = "success"
     if ended_by is not None:
         outcome = "interrupted" if issubclass(ended_by, KeyboardInterrupt) else "errored"
     for session in list(_open_sessions):

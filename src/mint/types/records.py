@@ -9,12 +9,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializer
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from mint.errors import InvalidRequestError
 from mint.types.checkpoint_path import CheckpointPath, CheckpointUri
 from mint.types.value_classes import Result, StrictValue
 
 CheckpointType = Literal["training", "sampler", "external"]
+SessionOutcome = Literal["success", "errored", "interrupted"]
+"""What a client says of its session when it finishes it."""
+
 AccessScope = Literal["owned", "accessible"]
 """`accessible` adds what others have published to what is the caller's own."""
 
@@ -193,17 +197,38 @@ class SessionSearchCursor(Result):
     last_session_id: str
 
 
-class SessionSearchOwner(Result):
+class SessionSearchOwner(StrictValue):
     """Selects sessions by owner: `own` and `accessible` mean the same here; `user` takes a list of owners."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "user") != (self.owner_urns is not None):
+            remedy = "Give the owners with the type user, and with no other"
+            raise InvalidRequestError(
+                f"does not go with {self.type}", field="owner_urns", value=self.owner_urns, remedy=remedy
+            )
+        return self
 
-class SessionStatusQuery(Result):
-    """A state to look for; sessions here are `active` or `client_finished`, so the others match none."""
+
+class SessionStatusQuery(StrictValue):
+    """A state to look for; sessions here are `active` or `client_finished`, so the others match none.
+
+    `reasons` are those that clients gave when they finished; None finds sessions that ended in any way.
+    """
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[SessionOutcome], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reasons is not None and self.type != "client_finished":
+            raise InvalidRequestError(
+                f"does not go with {self.type}", field="reasons", value=self.reasons, remedy="Look for client_finished"
+            )
+        return self
 
 
 class SessionSearchRequest(StrictValue):
@@ -220,7 +245,11 @@ class SessionSearchRequest(StrictValue):
 
 
 class SessionSummary(Result):
-    """One session. `status` is `{"type": "active"}` while it lives, and None once it is over."""
+    """One session.
+
+    `status` is `{"type": "active"}` while it lives, then `{"type": "client_finished", "reason": {"type": …}, "detail":
+    …}`, or None if it ended without a word of its client.
+    """
 
     session_id: str
     created_at: datetime

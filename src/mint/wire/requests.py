@@ -101,13 +101,13 @@ class SessionRequest(WireRequest):
 
 
 class FinishReason(WireRequest):
-    """How a session ended: `success`, `errored` or `interrupted`."""
+    """How a session ended: a `SessionOutcome`, or what a newer client says, which is not kept."""
 
     type: str = "success"
 
 
 class FinishSessionRequest(WireRequest):
-    """Why a session ends."""
+    """Why a session ends; the server keeps the first 1,000 characters of `detail`."""
 
     reason: FinishReason | None = None
     detail: str | None = None

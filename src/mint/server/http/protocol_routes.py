@@ -87,12 +87,9 @@ def session_heartbeat(call: Call) -> Response:
 
 
 def finish_session(call: Call) -> Response:
-    """Ends a session; logs the reason that the client gives."""
-    if call.body:
-        request = wire.decode(messages.FinishSessionRequest, call.body)
-        if request.reason is not None:
-            log.info("a session ends: %s", request.reason.type)
-    call.service.sessions.finish(call.caller, call.request.path_params["session_id"])
+    """Ends a session, and keeps the reason that the client gives."""
+    request = wire.decode(messages.FinishSessionRequest, call.body or b"{}")
+    call.service.sessions.finish(call.caller, call.request.path_params["session_id"], request)
     return respond_json(b"{}")
 
 

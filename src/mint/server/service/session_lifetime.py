@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 import time
+from typing import Any, get_args
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, NotFoundError, OverloadedError, SessionEndedError
@@ -25,13 +26,17 @@ from mint.server.store.journal import Journal
 from mint.server.store.obsolete import JobRemoval
 from mint.server.worker.worker import Worker
 from mint.types import CreateSessionResponse, UntypedPromise
-from mint.wire.requests import MAX_METADATA_BYTES, CreateSessionRequest, SessionRequest
+from mint.types.records import SessionOutcome
+from mint.wire.requests import MAX_METADATA_BYTES, CreateSessionRequest, FinishSessionRequest, SessionRequest
 from mint.wire.responses import UnloadModelResponse
 
 log = logging.getLogger("mint.service")
 
 NEWEST_TRIED_SDK = (0, 38, 0)
 """The newest public SDK that this server was tried with."""
+
+MAX_DETAIL = 1000
+"""So many characters of what a client says of its session's end are kept."""
 
 UNLOAD_SEQ_ID = 2**31
 """The number of a model's last request, beyond all that have a place in its order."""
@@ -98,12 +103,18 @@ class SessionLifetime:
         if not self._sessions.touch(session_id, caller.owner):
             self._sessions.require(self._sessions.stored_id(session_id, caller.owner), caller.owner)
 
-    def finish(self, caller: Caller, session_id: str) -> None:
-        """Ends a session: its models, futures, published weights and snapshots go; named checkpoints stay."""
+    def finish(self, caller: Caller, session_id: str, request: FinishSessionRequest | None = None) -> None:
+        """Ends a session: its models, futures, published weights and snapshots go; named checkpoints stay, and so does
+        the reason in `request`."""
         session_id = self._sessions.stored_id(session_id, caller.owner)
         if self._sessions.suspended().get(session_id) != caller.owner:  # a suspended one need not come back for this
             self._sessions.require(session_id, caller.owner)
-        self._end(session_id)
+        ending = None
+        if request is not None and request.reason is not None and request.reason.type in get_args(SessionOutcome):
+            detail = None if request.detail is None else request.detail[:MAX_DETAIL]
+            ending = {"reason": request.reason.type, "detail": detail}
+            log.info("session %s ends: %s", session_id, request.reason.type)
+        self._end(session_id, ending)
 
     def unload_model(self, caller: Caller, model_id: str) -> UntypedPromise:
         """Drops a model at once, with all requests that wait for it. Its checkpoints and samplers stay.
@@ -159,13 +170,13 @@ class SessionLifetime:
         for session_id, owner in self._sessions.silent().items():
             self._suspend(session_id, owner)
 
-    def _end(self, session_id: str) -> None:
+    def _end(self, session_id: str, ending: dict[str, Any] | None = None) -> None:
         with self._accepting:
             if not self._sessions.is_served(session_id):
                 return
             models = [row.model_id for row in self._journal.models_of(session_id)]
             with self._queue.held(models, session_id):  # as in `unload_model`
-                files = self._journal.end_session(session_id, time.time())
+                files = self._journal.end_session(session_id, time.time(), ending)
                 self._queue.drop_session(session_id, models)
             self._sessions.forget_models(models)
             self._sessions.end(session_id)

@@ -288,8 +288,10 @@ class Journal:
         """Stores that a session is not suspended (any more)."""
         self.database.write("UPDATE sessions SET suspended_s = NULL WHERE session_id = :id", id=session_id)
 
-    def end_session(self, session_id: str, now: float) -> list[str]:
+    def end_session(self, session_id: str, now: float, ending: dict[str, Any] | None = None) -> list[str]:
         """Ends a session and forgets its models, snapshots and samplers; returns the files nobody names now.
+
+        `ending` is kept among the session's details.
 
         Of many jobs some are left to `remove_jobs`.
         """
@@ -301,6 +303,13 @@ class Journal:
                 "UNION ALL SELECT file FROM samplers WHERE session_id = :id AND file IS NOT NULL",
                 id=session_id,
             )
+            if ending is not None:
+                transaction.execute(
+                    "UPDATE sessions SET details = json_patch(coalesce(details, '{}'), :ending) "
+                    "WHERE session_id = :id AND ended_at IS NULL",
+                    id=session_id,
+                    ending={"ending": ending},
+                )
             for statement in (
                 f"DELETE FROM snapshots WHERE {of_models}",
                 "DELETE FROM models WHERE session_id = :id",

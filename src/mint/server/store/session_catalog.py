@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mint.types.records as records
 from mint.errors import NotFoundError
@@ -158,8 +159,7 @@ def _matches(row: SessionRow, request: records.SessionSearchRequest) -> bool:
         return False
     if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
         return False
-    state = "active" if row.ended_at is None else "client_finished"
-    if request.statuses is not None and state not in {status.type for status in request.statuses}:
+    if request.statuses is not None and not any(_has_status(row, wanted) for wanted in request.statuses):
         return False
     named = []
     if request.session_id is not None:
@@ -170,6 +170,28 @@ def _matches(row: SessionRow, request: records.SessionSearchRequest) -> bool:
     return any(named) if named else True
 
 
+def _has_status(row: SessionRow, wanted: records.SessionStatusQuery) -> bool:
+    if wanted.type == "active":
+        return row.ended_at is None
+    if wanted.type != "client_finished" or row.ended_at is None:
+        return False
+    return wanted.reasons is None or _ending(row).get("reason") in wanted.reasons
+
+
+def _ending(row: SessionRow) -> dict[str, Any]:
+    """What its client said when it finished the session; empty if it said nothing."""
+    return (row.details or {}).get("ending", {})
+
+
+def _status(row: SessionRow) -> dict[str, Any] | None:
+    if row.ended_at is None:
+        return {"type": "active"}
+    ending = _ending(row)
+    if not ending:
+        return None
+    return {"type": "client_finished", "reason": {"type": ending["reason"]}, "detail": ending.get("detail")}
+
+
 def _summary(row: SessionRow, count: int, size_bytes: int) -> records.SessionSummary:
     details = row.details or {}
     return records.SessionSummary(
@@ -177,7 +199,7 @@ def _summary(row: SessionRow, count: int, size_bytes: int) -> records.SessionSum
         created_at=moment(_created(row)),
         owner=row.owner,
         project_id=details.get("project_id") or NO_PROJECT,
-        status={"type": "active"} if row.ended_at is None else None,
+        status=_status(row),
         checkpoints_count=count,
         display_name=details.get("display_name"),
         user_metadata=row.user_metadata,
