@@ -78,6 +78,14 @@ def test_people_see_prompt_text_reward_and_how_it_ended(home: Path, log: RunLog)
         assert text in answer.stdout
 
 
+def test_people_see_each_text_of_a_step_once(home: Path, log: RunLog) -> None:
+    texts = [row["text"] for row in log.read("rollouts.jsonl") if row["step"] == STEPS]
+    assert len(set(texts)) < len(texts)
+    shown = mint("rollouts", "looked-at", "--best", "100").stdout.splitlines()
+    assert len([line for line in shown if line.startswith("step ")]) == len(set(texts))
+    assert len(rollouts_of("--best", "100")) == len(texts)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

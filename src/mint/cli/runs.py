@@ -46,12 +46,27 @@ def rollouts(
     text: Annotated[str, typer.Option(help="only rollouts whose prompt or text contains this, over all steps")] = "",
     as_json: Json = False,
 ) -> None:
-    """Rollouts of a run: prompt, text, reward by part, stop reason. By default the best and worst of the last step."""
+    """Rollouts of a run: prompt, text, reward by part, stop reason. By default the best and worst of the last step.
+
+    Of equal texts of a step, people see the first; `--json` and `--flag duplicate` have all.
+    """
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
+    flags = frozenset(flag or ())
+    of_one_step = item is None and not text
+    without = frozenset({"duplicate"}) if of_one_step and not flags and not as_json else frozenset[str]()
     try:
         reader = RunReader(find_run(run))
-        rows = _select(reader, step=step, worst=worst, best=best, item=item, flags=frozenset(flag or ()), text=text)
+        rows = _select(
+            reader,
+            step=step,
+            worst=worst,
+            best=best,
+            item=item,
+            flags=flags,
+            without=without,
+            text=text,
+        )
         if not rows and not reader.steps():
             raise NotFoundError(
                 "has no rollouts",
@@ -166,7 +181,15 @@ def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _select(
-    reader: RunReader, *, step: int | None, worst: int, best: int, item: int | None, flags: frozenset[str], text: str
+    reader: RunReader,
+    *,
+    step: int | None,
+    worst: int,
+    best: int,
+    item: int | None,
+    flags: frozenset[str],
+    without: frozenset[str],
+    text: str,
 ) -> list[dict[str, Any]]:
     from mint.runs.reader import FLAGS, RolloutQuery  # deferred: `mint --help` answers at once
 
@@ -184,7 +207,8 @@ def _select(
     ids: dict[tuple[int, int], None] = {}
     for sort, limit in (("-reward", best), ("reward", worst)):
         if limit:
-            page = reader.rollouts(RolloutQuery(step=step, item=item, flags=flags, text=text, sort=sort, limit=limit))
+            query = RolloutQuery(step=step, item=item, flags=flags, without=without, text=text, sort=sort, limit=limit)
+            page = reader.rollouts(query)
             ids |= dict.fromkeys((row["step"], row["row"]) for row in page.rows)
     rows = {at: reader.rows(at) for at in {at for at, _ in ids}}
     return [rows[at][row] for at, row in ids]
