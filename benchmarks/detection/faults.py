@@ -354,6 +354,16 @@ def off_by_one(*arguments: Any, **keywords: Any) -> list[Datum]:
     return [changed(datum, weights=early, advantages=early) for datum in rollout_datums(*arguments, **keywords)]
 
 
+def below_the_mean(rewards_G: np.ndarray) -> np.ndarray:
+    """Advantages with the wrong sign: the mean less the reward."""
+    return rewards_G.mean() - rewards_G
+
+
+def raises_the_wrong(logprobs: Any, sampled_logprobs: Any, advantages: Any, weights: Any) -> Any:
+    """Importance sampling without its minus: the service minimizes it."""
+    return (logprobs - sampled_logprobs).exp() * advantages * weights
+
+
 class Service(Between):
     """A service whose trainers have a fault."""
 
@@ -437,6 +447,8 @@ FAULTS: tuple[Fault, ...] = (
     fault("grader changes its mind", "no_progress", graded(changes_its_mind), steps=32, batch_size=16),
     fault("grader throws dice", "inconsistent_reward", Dice, steps=5),
     fault("advantages with the wrong sign", "falling_reward", trainer=WrongSign, steps=20, batch_size=16),
+    fault("advantage function with the wrong sign", "reversed_advantages", steps=2, advantage=below_the_mean),
+    fault("loss function with the wrong sign", "server_warnings", steps=2, loss_fn=raises_the_wrong),
     fault("five items", "overfitting", FiveItems, steps=24, heldout_size=256),
     fault("one question 256 times", "few_prompts", OneQuestion, steps=4),
     fault("no held-out set", "no_heldout", steps=2, heldout_size=0),

@@ -192,6 +192,13 @@ def _times_100(batch: Batch) -> list[Datum]:
     return [columns(replace(sample, advantage=100 * sample.advantage)).datum() for sample in batch.samples]
 
 
+def _negative_weights(batch: Batch) -> list[Datum]:
+    rows = [columns(sample) for sample in batch.samples]
+    for row in rows:
+        row.weights = [-weight for weight in row.weights]
+    return [row.datum() for row in rows]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A planted bug, the code that must report it, and whether it is a bug at temperature 1, too.
@@ -231,6 +238,7 @@ BUGS = {
     "one datum for all": Bug(lambda batch: correct(batch)[:1] * len(batch.samples), "duplicates"),
     "tokens after the end trained": Bug(_beyond_the_end, "tokens_after_stop"),
     "advantages times 100": Bug(_times_100, "large_advantages"),
+    "weights of -1": Bug(_negative_weights, "negative_weights"),
     "text encoded again, letter by letter": Bug(_encoded_again, "foreign_tokens", at_least=3),
 }
 """Planted into single batches. Stale samples need a policy that has moved; see `stale_batches`."""

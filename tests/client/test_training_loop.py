@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mint
@@ -254,6 +255,21 @@ def test_a_custom_loss_need_not_see_the_logprobs_of_prompts(client: mint.Service
     assert passed[0].metrics["loss:sum"] == passed[1].metrics["loss:sum"]
     norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (whole, lean)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("sign", "named"), [(-1.0, False), (1.0, True)])
+def test_a_custom_loss_with_the_wrong_sign_is_named_where_datums_have_advantages(
+    client: mint.ServiceClient, sign: float, named: bool
+) -> None:
+    columns = [np.array([0.0, *[value] * 5], np.float32) for value in (1.0, -1.0, 0.5, -0.5) * 2]
+    data = [datum(*range(1, 8), weights=[0.0, *[1.0] * 5], advantages=column.tolist()) for column in columns]
+
+    def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        advantages = [one.loss_fn_inputs["advantages"].to_torch() for one in data]
+        return sign * sum((row * own).sum() for row, own in zip(logprobs, advantages, strict=True)), {}
+
+    warnings = trainer(client).forward_backward_custom(data, loss).result().warnings
+    assert [warning.partition(":")[0] for warning in warnings] == ["reversed_loss"] * named
 
 
 def test_a_custom_loss_that_raises_refuses_the_step(client: mint.ServiceClient) -> None:

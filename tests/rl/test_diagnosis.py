@@ -279,6 +279,45 @@ def grouped(prompt: Callable[[int, int], str], **fields: Any) -> list[dict[str, 
     ]
 
 
+def with_advantages(advantage: Callable[[np.ndarray], np.ndarray], *, seed: int = 0, groups: int = 8) -> RunRecord:
+    """One step of a loop that logs no metrics."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for group in range(groups):
+        rewards = random.choice([0.0, 0.3, 1.0], SIZE)
+        rows += [
+            row(1, group, f"answer {place}", float(reward), advantage=float(given))
+            for place, (reward, given) in enumerate(zip(rewards, advantage(rewards), strict=True))
+        ]
+    return RunRecord(metrics=[{"step": 1.0}], rollouts=rows)
+
+
+def test_advantages_against_the_rewards_are_named_without_any_metrics() -> None:
+    def centred(rewards: np.ndarray) -> np.ndarray:
+        return rewards - rewards.mean()
+
+    finding = find(with_advantages(lambda rewards: -centred(rewards)), "reversed_advantages")
+    assert finding.severity == "error" and finding.numbers["correlation"] == pytest.approx(-1)
+    healthy = (
+        centred,
+        lambda rewards: np.argsort(np.argsort(rewards)) - 3.5,
+        lambda rewards: np.maximum(centred(rewards), 0),
+        lambda rewards: np.minimum(centred(rewards), 0),
+        lambda rewards: np.sign(centred(rewards)),
+        np.zeros_like,
+    )
+    for advantage in healthy:
+        found = diagnose(with_advantages(advantage))
+        assert "reversed_advantages" not in {finding.code for finding in found}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_advantages_that_have_nothing_to_do_with_the_rewards_have_no_sign(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    record = with_advantages(lambda rewards: random.normal(size=len(rewards)), seed=seed)
+    assert "reversed_advantages" not in {finding.code for finding in diagnose(record)}
+
+
 def test_one_prompt_over_and_over_is_named() -> None:
     finding = find(run(rollouts=grouped(lambda step, group: "What is 1 + 1?")), "few_prompts")
     assert finding.numbers == {"prompts": 1.0, "groups": 16.0}

@@ -17,7 +17,7 @@ import mint.wire as wire
 from mint.client import chunking as chunks
 from mint.client.async_twins import awaited, submitted
 from mint.client.connection.server_connection import EncodedRequest
-from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
+from mint.client.custom_loss import CustomLoss, gradient, reversed_loss, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClientFuture
@@ -95,7 +95,8 @@ class TrainingClient:
         """A loss of your own: `fn(data, logprobs)` returns a torch scalar and metrics, here and not on the server.
 
         Two passes: logprobs for `fn`, then the gradient of its loss. `fn` runs on a thread of its own. With
-        `trained_only`, logprobs are computed where a datum's weight is not 0, and are 0 elsewhere.
+        `trained_only`, logprobs are computed where a datum's weight is not 0, and are 0 elsewhere. If datums have
+        `advantages`, which are for `fn` alone, the `warnings` say where the loss has the wrong sign.
         """
         if loss_type_input not in (None, "logprobs"):
             raise InvalidRequestError(
@@ -331,7 +332,13 @@ class TrainingClient:
         second = await self._submit_passes(self._encode_passes(weighted, config=settings, numbers=backward))
         surrogate = second.metrics.get("loss:sum", 0.0)
         merged = {**second.metrics, **metrics, "loss:sum": loss, "surrogate_loss:sum": surrogate}
-        return second.model_copy(update={"loss_fn_outputs": first.loss_fn_outputs, "metrics": merged, "warnings": []})
+        warning = reversed_loss(data, weights)
+        merged_output = {
+            "loss_fn_outputs": first.loss_fn_outputs,
+            "metrics": merged,
+            "warnings": [] if warning is None else [warning],
+        }
+        return second.model_copy(update=merged_output)
 
     async def _fail_numbers(self, numbers: Sequence[int]) -> None:
         """Sends empty passes for numbers whose passes cannot be made: the server refuses them and the next step."""

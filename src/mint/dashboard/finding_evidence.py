@@ -64,6 +64,9 @@ CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
         "constant_reward": FindingEvidence(
             "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
         ),
+        "reversed_advantages": FindingEvidence(
+            "a higher reward has a lower advantage", ("reward/mean", "success/rate"), _TRAINED
+        ),
         "no_progress": FindingEvidence(
             "there is a signal, but the reward does not rise",
             ("reward/mean", "optim/update_norm", "groups/used"),

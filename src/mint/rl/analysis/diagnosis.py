@@ -31,7 +31,14 @@ from mint.rl.analysis.reward_rules import (
     unsupported_rewards,
 )
 from mint.rl.analysis.run_record import RunRecord, StepView
-from mint.rl.analysis.signal_rules import no_heldout, no_signal, reward_collapse, reward_spike, saturation
+from mint.rl.analysis.signal_rules import (
+    no_heldout,
+    no_signal,
+    reversed_advantages,
+    reward_collapse,
+    reward_spike,
+    saturation,
+)
 from mint.rl.finding import Finding, Severity
 
 Rule = Callable[[StepView], Finding | None]
@@ -39,6 +46,7 @@ Rule = Callable[[StepView], Finding | None]
 RULES: tuple[Rule, ...] = (
     nonfinite_or_skipped_steps,
     sampler_trainer_mismatch,
+    reversed_advantages,
     server_warnings,
     reward_out_of_range,
     grader_failures,
@@ -70,6 +78,7 @@ CODES: Mapping[str, Severity] = {
     "no_learning_signal_all_right": "warning",
     "no_learning_signal": "error",
     "constant_reward": "error",
+    "reversed_advantages": "error",
     "saturation": "info",
     "reward_collapse": "error",
     "reward_spike": "warning",
@@ -114,6 +123,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "masked_loss": _COLLAPSE_SYMPTOMS,
     "nonfinite_or_skipped_steps": _COLLAPSE_SYMPTOMS,
     "sampler_trainer_mismatch": _COLLAPSE_SYMPTOMS | {"learning_rate_too_high", "suspected_reward_hacking"},
+    "reversed_advantages": _COLLAPSE_SYMPTOMS,
     "reward_out_of_range": _NO_SIGNAL_SYMPTOMS | {"reward_collapse", "grader_failures"},
     "grader_failures": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},
     "grader_timeouts": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},

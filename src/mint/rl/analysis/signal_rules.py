@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
+
 from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.step_statistics import (
     StepMetrics,
@@ -47,6 +49,11 @@ LEARNED_SHARE = 0.25
 
 DISTINCT_SHARE = 0.5
 """With at least this share of different texts in a group, equal rewards are the grader's fault, not the policy's."""
+
+REVERSED = -0.5
+REVERSED_GROUPS = 4
+"""Advantages have the wrong sign if their correlation with the rewards within so many groups is as low. With every
+published estimator, they rise with the reward."""
 
 SOLVED = 0.95
 SOLVED_STEPS = 5
@@ -201,6 +208,32 @@ def saturation(view: StepView) -> Finding | None:
         f"{informative_share(steps):.0%} of the groups still carry a signal",
         "The task is nearly solved: stop here, use harder items, or set curriculum=True to leave solved ones out",
         {"success_rate": rate, "informative_share": informative_share(steps)},
+    )
+
+
+def reversed_advantages(view: StepView) -> Finding | None:
+    """Completions that earned more than their group get lower advantages than the others."""
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for row in view.rows(1):
+        if row.get("reward") is not None and row.get("advantage") is not None:
+            groups.setdefault(row["group"], []).append((row["reward"], row["advantage"]))
+    pairs_BG2 = [np.array(pairs, np.float64) for pairs in groups.values()]
+    centred_BG2 = [pairs - pairs.mean(axis=0) for pairs in pairs_BG2 if (np.ptp(pairs, axis=0) > 0).all()]
+    if len(centred_BG2) < REVERSED_GROUPS:
+        return None
+    rewards, advantages = np.concatenate(centred_BG2).T
+    correlation = float(rewards @ advantages / np.sqrt((rewards @ rewards) * (advantages @ advantages)))
+    if not correlation <= REVERSED:
+        return None
+    return Finding(
+        "reversed_advantages",
+        "error",
+        view.step,
+        f"in {len(centred_BG2)} groups with unequal rewards, a higher reward has a lower advantage (correlation "
+        f"{correlation:.2f}): training makes the reward fall",
+        "Change the sign of the advantages: reward minus baseline, not baseline minus reward. If the reward is a cost, "
+        "return minus the cost",
+        {"correlation": correlation, "groups": float(len(centred_BG2))},
     )
 
 

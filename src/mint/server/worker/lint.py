@@ -221,6 +221,12 @@ def _advantages(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
             f"(from {lowest:g} to {highest:g} over {len(data)} datums): are these raw rewards? "
             "Subtract each group's mean"
         )
+    negative = int(sum((datum.weights < 0).sum() for datum in data))
+    if negative > SUSPICIOUS_SHARE * len(trained):
+        return (
+            f"negative_weights: {negative} of {len(trained)} trained tokens have a negative weight, which changes the "
+            "sign of their loss: the service minimizes the loss, so give positive weights"
+        )
     size = float(np.sqrt(np.mean(np.square(trained.astype(np.float64)))))
     if size > LARGE_ADVANTAGE:
         return (
