@@ -1,4 +1,4 @@
-"""Is `mint doctor` right? What it says of 20 tasks, beside what a short GRPO run of each task comes to.
+"""Is `mint doctor` right? What it says of 21 tasks, beside what a short GRPO run of each task comes to.
 
     python -m benchmarks.detection.doctor [--set shown|tuned] [--only NAME …] [--output FILE] [--read FILE]
 
@@ -138,6 +138,17 @@ class Larger(QuestionAdapter):
         return asked
 
 
+class WrongDigits(Digits):
+    """Pays nothing for the answer, and takes something for each digit that is not right."""
+
+    reward_range = (-1.0, 0.0)
+    success_reward = 0.0
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        """From -1 to 0."""
+        return super().compute_reward(response, item) - 1
+
+
 class RomanBackwards(SumsAdapter):
     """Too hard: the sum, spelled backwards in Roman numerals."""
 
@@ -267,6 +278,7 @@ SHOWN: dict[str, Examined] = {
     "not a number from the grader": Examined(graded(lambda *_: math.nan), TINY),
     "hash of the reply": Examined(graded(lambda task, response, sample: coin(response, sample.question)), TINY),
     "number of three digits": Examined(graded(three_digits), TINY),
+    "a cost for each wrong digit": Examined(lambda: WrongDigits(SEED), TINY),
     "any text": Examined(graded(lambda task, response, sample: float(bool(response.strip()))), TINY),
     "wordy replies": Examined(lambda: Wordy(seed=SEED), CHAT),
     "function that compiles": Examined(lambda: Compiles(seed=SEED, train_size=512), CODE),
