@@ -10,8 +10,12 @@ entropy    math at a learning rate that collapses the entropy
 rare       an answer that the model gives in about one of 100 completions, and items that come back
 rarer      32 samples a step, of which one in 500 succeeds, and 16 items
 tempting   half the reward for an answer that half of the completions give, all of it for one in 500
-epochs     as many samples, trained on once or twice
+seldom     one item in eight can be solved, so that most groups have no signal
+epochs     as many samples, trained on up to four times
 pairs      groups of 2, of which most are all right or all wrong
+ragged     groups of 4 whose grader fails on two of three completions
+lengths    a grader that reads the first six words alone, so that a reply may be of any length
+turns      episodes of two replies: chance pays for the first, and the second earns less
 tail       sampling at temperature 1.5, with and without top_p
 
 All arms of a case see the same items and seeds. An arm's interval is that of the held-out answers of all its seeds.
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import re
 import sys
 import tempfile
@@ -33,9 +38,12 @@ from typing import Any
 
 import numpy as np
 
+from mint.recipes.chat import ChatAdapter
+from mint.recipes.datasets.chat_questions import ChatQuestion, fitting, words_of
 from mint.recipes.math import DEMO, MathAdapter
-from mint.rl import Reward, RLAdapter, RLConfig, run_grpo
+from mint.rl import Group, MessageEnvAdapter, Reward, RLAdapter, RLConfig, run_grpo
 from mint.rl.estimate import interval
+from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 
 
 class Sums(RLAdapter):
@@ -97,6 +105,103 @@ class Rare(Sums):
         return item.op == "+" and item.a % 10 + item.b % 10 < 10
 
 
+class Seldom(Sums):
+    """Seven of eight training items are never solved: the grader wants a number that the model cannot give."""
+
+    def build_dataset(self) -> Sequence[Any]:
+        """All items; `compute_reward` says which can be solved."""
+        return [(place % 8 == 0, item) for place, item in enumerate(self.math.build_dataset())]
+
+    def build_heldout(self) -> Sequence[Any]:
+        """Items that can be solved."""
+        return [(True, item) for item in self.math.build_heldout()]
+
+    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
+        """The prompt of the math task."""
+        return self.math.make_prompt(item[1], tokenizer)
+
+    def item_key(self, item: Any) -> str:
+        """The question."""
+        return self.math.item_key(item[1])
+
+    def compute_reward(self, response: str, item: Any) -> float:
+        """1 for the right number, of an item that can be solved."""
+        possible, problem = item
+        return float(possible and response.strip() == problem.answer)
+
+
+class Ragged(Sums):
+    """The math task with a grader that fails on two of three completions; held-out items are always graded."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._drawn = random.Random(f"ragged {seed}")
+        self._graded_always = {self.math.item_key(item) for item in self.build_heldout()}
+
+    def compute_reward(self, response: str, item: Any) -> Reward | float:
+        """The math reward, or an error."""
+        if self.math.item_key(item) not in self._graded_always and self._drawn.random() < 2 / 3:
+            raise TimeoutError("the judge is away")
+        return self.math.compute_reward(response, item)
+
+
+class Opening(ChatAdapter):
+    """Pays for a reply that has the thing's trait among its first six words, whatever follows them."""
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """0 or 1."""
+        return Reward(float(item.thing.trait in words_of(response)[:6]))
+
+
+class Lottery(MessageEnv):
+    """Asks about a thing twice. The first reply earns `prize`, the second 1 if it has a word that fits the thing."""
+
+    def __init__(self, asked: ChatQuestion, prize: float) -> None:
+        self.asked = asked
+        self.prize = prize
+        self.turn = 0
+
+    def initial_observation(self) -> Sequence[Message]:
+        """The question."""
+        return self.asked.messages
+
+    def step(self, message: Message) -> MessageStepResult:
+        """The prize and the question again, then what the second reply earns."""
+        self.turn += 1
+        if self.turn == 1:
+            return MessageStepResult(self.prize, False, [self.asked.messages[-1]])
+        return MessageStepResult(float(fitting(str(message["content"]), self.asked)))
+
+
+class OneTurnMatters(MessageEnvAdapter):
+    """Episodes of `Lottery`; without a prize where they are held out."""
+
+    PRIZE = 4.0
+    reward_range = (0.0, 1.0 + PRIZE)
+
+    def __init__(self, seed: int) -> None:
+        self.chat = ChatAdapter(seed=seed)
+        self._drawn = random.Random(f"lottery {seed}")
+        self._without = {self.chat.item_key(item) for item in self.build_heldout()}
+
+    def build_dataset(self) -> Sequence[ChatQuestion]:
+        """The questions of the chat task."""
+        return self.chat.build_dataset()
+
+    def build_heldout(self) -> Sequence[ChatQuestion]:
+        """Its held-out questions."""
+        return self.chat.build_heldout()
+
+    def item_key(self, item: ChatQuestion) -> str:
+        """The message."""
+        return self.chat.item_key(item)
+
+    def make_env(self, item: ChatQuestion) -> MessageEnv:
+        """One episode."""
+        wins = self.chat.item_key(item) not in self._without and self._drawn.random() < 0.5
+        return Lottery(item, self.PRIZE if wins else 0.0)
+
+
 class Rarer(Sums):
     """Pays for the difference and 20, which the model gives in about one of 500 completions at temperature 1.3."""
 
@@ -135,11 +240,21 @@ def uncorrected(logprobs: Any, sampled_logprobs: Any, advantages: Any, weights: 
     return -(advantages * weights * logprobs)
 
 
+def lengths(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean tokens of the completions that earned 0, and of those that earned 1; left out if there are none."""
+    by_reward = {"wrong": 0.0, "right": 1.0}
+    found = {
+        name: [len(one.tokens) for group in groups for one in group.graded if one.reward == reward]
+        for name, reward in by_reward.items()
+    }
+    return {f"{name}_tokens": float(np.mean(counts)) for name, counts in found.items() if counts}
+
+
 @dataclass(frozen=True)
 class Case:
     """The task, the settings of all arms over those of the math demo, the arms, and what a row shows besides."""
 
-    task: Callable[[int], RLAdapter]
+    task: Callable[[int], RLAdapter | MessageEnvAdapter]
     settings: dict[str, Any]
     arms: dict[str, dict[str, Any]]
     shown: tuple[str, ...]
@@ -148,6 +263,11 @@ class Case:
 def math(seed: int) -> RLAdapter:
     """The math task."""
     return MathAdapter(seed=seed)
+
+
+def opening(seed: int) -> RLAdapter:
+    """The chat task that reads the opening alone."""
+    return Opening(seed=seed)
 
 
 STALE = {"max_staleness": 4, "staleness": "exactly", "learning_rate": 4e-3}
@@ -250,9 +370,51 @@ CASES = {
             "once": {},
             "twice": {"epochs_per_batch": 2},
             "twice, ppo": {"epochs_per_batch": 2, "loss_fn": "ppo"},
+            "four times": {"epochs_per_batch": 4},
             "four times, ppo": {"epochs_per_batch": 4, "loss_fn": "ppo"},
+            "four times, cispo": {"epochs_per_batch": 4, "loss_fn": "cispo"},
+            "four times, gspo": {"epochs_per_batch": 4, "loss_fn": "gspo"},
+            "four times, gspo 0.8 to 1.2": {
+                "epochs_per_batch": 4,
+                "loss_fn": "gspo",
+                "loss_fn_config": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+            },
+            "four times, sapo": {"epochs_per_batch": 4, "loss_fn": "sapo"},
         },
         ("train/ratio_max",),
+    ),
+    "seldom": Case(
+        Seldom,
+        {"batch_size": 8, "group_size": 8},
+        {
+            "none": {},
+            "dynamic sampling": {"dynamic_sampling": True, "max_refill": 7.0},
+            "none, as many samples": {"batch_size": 64},
+        },
+        ("groups/used", "groups/total"),
+    ),
+    "ragged": Case(
+        Ragged,
+        {"batch_size": 32, "group_size": 4},
+        {"center": {}, "RLOO": {"advantage": "rloo"}},
+        ("rollouts/ungraded", "groups/used"),
+    ),
+    "lengths": Case(
+        opening,
+        {"max_tokens": 24, "metrics": (lengths,), "heldout_size": 64, "learning_rate": 1e-3},
+        {
+            "Dr. GRPO": {"loss_normalization": "constant"},
+            "GRPO": {"advantage": "std", "loss_normalization": "sequence"},
+            "sequence": {"loss_normalization": "sequence"},
+            "token": {"loss_normalization": "token"},
+        },
+        ("custom/wrong_tokens", "custom/right_tokens"),
+    ),
+    "turns": Case(
+        OneTurnMatters,
+        {"batch_size": 8, "max_tokens": 20, "max_turns": 2, "heldout_size": 96},
+        {"rollout": {}, "turn": {"credit": "turn"}},
+        ("rollouts/mean_length",),
     ),
     "pairs": Case(
         math,
@@ -331,9 +493,15 @@ def compare(name: str, chosen: Sequence[str], seeds: Sequence[int], steps: int) 
             " ".join(f"{one.mean:.3f}" for one in runs),
             f"{np.mean([one.seconds for one in runs]) / steps:.2f}",
             f"{np.mean([one.cpu_seconds for one in runs]):.0f}",
-            *(f"{np.mean([row.get(key, 0.0) for row in last]):.4g}" for key in case.shown),
+            *(_shown(key, runs) for key in case.shown),
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _shown(key: str, runs: Sequence[Outcome]) -> str:
+    """The mean of a metric in the last 10 steps of all runs, and of each run."""
+    each = [float(np.mean([row.get(key, 0.0) for row in run.rows[-10:]])) for run in runs]
+    return f"{np.mean(each):.4g}" + (f" ({' '.join(f'{value:.4g}' for value in each)})" if len(each) > 1 else "")
 
 
 def _spread(outcome: Outcome) -> list[float]:
