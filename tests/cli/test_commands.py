@@ -124,6 +124,16 @@ def test_bisect_reads_only_what_it_needs(trained: dict[str, Any]) -> None:
     assert "heldout_sampled" in wrong.output
 
 
+def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
+    planned = last_line("plan", "--model", "mint/tiny", "--context", "256", "--group", "4", "--device-memory", "8")
+    assert planned["free"] == 8 << 30 and planned["sequences"] > 4
+    assert planned["fits"] == {"kept": True, "recomputed": True}
+    shown = mint("plan", "--model", "mint/tiny", "--device", "cuda", "--device-memory", "24")
+    assert shown.exit_code == 0 and "A prediction" in shown.output
+    refused = mint("plan")
+    assert refused.exit_code == 1 and "--pass-rate" in refused.output
+
+
 def test_doctor_and_plan_agree_on_what_to_expect(prompts: str) -> None:
     examined = last_line("doctor", prompts, "prompt_style=plain", "--prompts", "16", "--samples", "4")
     assert examined["verdict"] == "go"

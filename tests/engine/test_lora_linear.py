@@ -62,8 +62,8 @@ def test_product_and_gradient_equal_the_formula_in_float64(parts: tuple[int, ...
 
 def test_merging_changes_rounding_and_nothing_else(tied: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     data, found = random_data(3, count=8, shared=10), []
-    for limit in (operations.MERGED_BYTES, 0):
-        monkeypatch.setattr(operations, "MERGED_BYTES", limit)
+    for limit in (CpuOperations.merged_bytes, 0):
+        monkeypatch.setattr(CpuOperations, "merged_bytes", limit)
         engine = _engine(tied)
         train(engine, "m", steps=1)
         result = engine.forward_backward("m", data, CROSS_ENTROPY)
@@ -104,7 +104,7 @@ def test_more_loras_than_are_kept_merged_give_the_same_samples(tied: Model, monk
 def test_apart_the_samplers_logprobs_are_the_trainers_in_any_company(
     tied: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "MERGED_BYTES", 0)
+    monkeypatch.setattr(CpuOperations, "merged_bytes", 0)
     engine = _engine(tied)
     for name, rank in (("other", 3), ("m", 4)):
         engine.create_model(name, "base", LoraSpec(rank, 1, True, True, True))

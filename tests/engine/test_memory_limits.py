@@ -140,7 +140,7 @@ def _limits(free: int | None, operations: Any = CPU) -> SamplingLimits:
 
 def test_a_laptop_samples_fewer_sequences_at_once_and_a_large_card_more() -> None:
     # 2 GiB free: an eighth is 256 MiB; 151,936 logits of 20 bytes are 2.9 MiB, and a quarter of the rows is spare.
-    # A prompt token: 4,096 heads in float32 twice, 2,048 attended values, 3 × 1,024 numbers of rows: 52 KiB.
+    # A prompt token: 4,096 heads in float32 twice, 2,048 attended values, 5 × 1,024 numbers of rows: 60 KiB.
     assert _limits(2 * GIB) == SamplingLimits(64, 2048)
     assert _limits(3 * GIB // 2) == SamplingLimits(48, 1024)
     assert _limits(0) == SamplingLimits(16, 256)

@@ -9,7 +9,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,7 +20,9 @@ from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
 from mint.config import read_settings
-from mint.errors import MintError, NotFoundError
+from mint.errors import InvalidRequestError, MintError, NotFoundError
+
+DeviceName = Literal["cpu", "cuda"]
 
 TASK_HELP = (
     "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, textarena:GAME, ifeval:CONSTRAINTS, file:PATH, "
@@ -183,16 +185,94 @@ def _advice(remedy: str | None) -> str:
 
 
 def plan(
-    pass_rate: Annotated[float, typer.Option(min=0, max=1, help="share of completions that are right")],
+    pass_rate: Annotated[float | None, typer.Option(min=0, max=1, help="share of completions that are right")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts per step")] = 8,
     tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
+    model: Annotated[str | None, typer.Option(help="a base model: plan its memory")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sequence, with its prompt; 2048, or all of a shorter context")
+    ] = None,
+    group: Annotated[int, typer.Option(min=1, help="sequences of a prompt")] = 8,
+    rank: Annotated[int, typer.Option(min=1, help="of the LoRA, on the default matrices")] = 16,
+    device: Annotated[DeviceName | None, typer.Option(help="the one that training would take, if not given")] = None,
+    device_memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a device that is not here")] = None,
     as_json: Json = False,
 ) -> None:
-    """What share of groups, and of tokens, to expect a signal from; `mint doctor TASK` measures the pass rate."""
+    """With --pass-rate: what share of groups, and of tokens, to expect a signal from (`mint doctor TASK` measures the
+    rate). With --model: what fits into the memory, without loading the weights."""
     from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_plan
+
+    if model is not None:
+        _plan_model(model, context, group, rank, device, device_memory, as_json=as_json)
+    if pass_rate is None:
+        if model is None:
+            remedy = "Give --pass-rate to plan groups, or --model to plan memory"
+            fail(InvalidRequestError("are missing", field="--pass-rate and --model", remedy=remedy), as_json=as_json)
+        return
 
     planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=tokens)
     print_plan(Console(stderr=as_json), planned)
     if as_json:
         typer.echo(json.dumps(asdict(planned)))
+
+
+def _plan_model(
+    model: str,
+    context: int | None,
+    group: int,
+    rank: int,
+    device: DeviceName | None,
+    device_memory: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    from mint.compose.memory_plan import plan_model  # deferred: it imports torch
+
+    try:
+        planned = plan_model(
+            read_settings(),
+            model,
+            context=context,
+            group=group,
+            rank=rank,
+            device=device,
+            device_gib=device_memory,
+        )
+    except MintError as error:
+        fail(error, as_json=as_json)
+    if as_json:
+        derived = {"sequences": planned.sequences, "fits_group": planned.fits_group}
+        fitting = {name: planned.fits(getattr(planned, name)) for name in ("kept", "recomputed")}
+        typer.echo(json.dumps({**asdict(planned), **derived, "fits": fitting}))
+        return
+    limits = planned.limits
+    turns = "at once" if planned.fits_group else "in turns"
+    rows = [
+        ("free before loading", "unknown" if planned.free is None else _mib(planned.free)),
+        ("base model", _mib(planned.base)),
+        (f"LoRA of rank {rank}", f"{_mib(planned.model)} with gradient, moments and a copy to sample from"),
+        (
+            "KV cache",
+            f"{_mib(planned.kv_cache)}, {planned.kv_token} bytes a token: {planned.sequences} sequences "
+            f"of {planned.context}",
+        ),
+        (f"a group of {group}", f"sampled {turns}; {limits.rows} sequences decode together"),
+        ("prompt", f"{_mib(planned.prompt)} for one of {planned.context} tokens, {limits.prefill_tokens} at once"),
+        (f"training {planned.context} tokens", f"{_mib(planned.kept)}: {_fits(planned.fits(planned.kept))}"),
+        ("with recomputation", f"{_mib(planned.recomputed)}: {_fits(planned.fits(planned.recomputed))}"),
+        ("micro-batch", f"{planned.micro_batch_rows} rows; a longer sequence is recomputed"),
+    ]
+    print_pairs([(name, Text(value)) for name, value in rows])
+    if planned.is_gpu:
+        Console().print("A prediction: no GPU was measured. CUDA itself takes some hundred MiB more.")
+    else:
+        Console().print("Python and torch take some 400 MiB more, and malloc keeps up to 256 MiB of freed memory.")
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+def _fits(fits: bool | None) -> str:
+    return "unknown" if fits is None else "fits" if fits else "does not fit"

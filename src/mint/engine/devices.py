@@ -57,6 +57,11 @@ class Device:
         return self.torch.type == "cuda"
 
     @property
+    def is_present(self) -> bool:
+        """Whether this machine has it."""
+        return not self.is_gpu or torch.cuda.is_available()
+
+    @property
     def free_bytes(self) -> int | None:
         """The memory that is free on the device; None if unknown."""
         if not self.is_gpu:

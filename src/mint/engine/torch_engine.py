@@ -46,7 +46,7 @@ from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -103,7 +103,7 @@ class TorchEngine:
             MissingExtraError: native kernels are required and cannot be compiled.
         """
         self._device = Device(device, native, gpu_kernels=gpu_kernels)
-        self._dtype = self._device.default_dtype if dtype is None else _DTYPES[dtype]
+        self._dtype = self._device.default_dtype if dtype is None else DTYPES[dtype]
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute

@@ -33,9 +33,6 @@ from mint.engine.quantized.number_formats import QuantizedWeight
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.quantized.quantized_panels import QuantizedPanels
 
-MERGED_BYTES = 16 << 20
-"""A base whose matrices (those of its layers) are larger is not copied for every lora."""
-
 SERIAL_ENTRIES = 1 << 14
 """Torch computes an elementwise operation of fewer entries than twice this on one thread (its grain is 1 << 15)."""
 
@@ -52,6 +49,9 @@ class CpuOperations(TorchOperations):
 
     logits_at_once = 1 << 20
     """4 MB in float32."""
+
+    merged_bytes = 16 << 20
+    """A base whose matrices (those of its layers) are larger is not copied for every lora."""
 
     def __init__(self, dtype: torch.dtype, activation: Activation = "silu") -> None:
         super().__init__(dtype, torch.device("cpu"), activation)
@@ -82,7 +82,9 @@ class CpuOperations(TorchOperations):
         # A matrix that takes less than float32 is not merged: its copies would be rounded, or take more than it does.
         sizes = [4 * matrix.outputs * matrix.inputs for matrix in matrices.values()]
         is_float32 = all(matrix.size_bytes >= size for matrix, size in zip(matrices.values(), sizes, strict=True))
-        return MergedLoras(self, matrices) if is_float32 and sum(sizes) <= MERGED_BYTES else super().loras(matrices)
+        return (
+            MergedLoras(self, matrices) if is_float32 and sum(sizes) <= self.merged_bytes else super().loras(matrices)
+        )
 
     @override
     def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -39,9 +39,17 @@ class CudaOperations(TorchOperations):
     max_sampling_rows = MAX_SAMPLING_ROWS
     max_prefill_tokens = MAX_PREFILL_TOKENS
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation: Activation = "silu",
+        *,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`memory_bytes` are those of a GPU that is not here, to plan for it."""
         super().__init__(dtype, device, activation)
-        total = torch.cuda.get_device_properties(device).total_memory
+        total = memory_bytes or torch.cuda.get_device_properties(device).total_memory
         self.logits_at_once = min(TorchOperations.logits_at_once, total // LOGITS_SHARE // 4)
 
     @override

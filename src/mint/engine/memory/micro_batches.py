@@ -58,23 +58,29 @@ def smaller(attempt: MicroBatching, lengths: Sequence[int], *, with_gradient: bo
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes that all layers together keep of one row for the backward."""
+    return sum(layer_row_bytes(config, layer, dtype) for layer in range(config.num_hidden_layers))
+
+
+def layer_row_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:
+    """Bytes that one layer keeps of one row for the backward."""
     hidden = config.hidden_size
-    total = 0
-    for layer in range(config.num_hidden_layers):
-        total += 8 * hidden + _mixer_bytes(config, layer, dtype)  # with the inputs of both blocks in float32
-        # The results of attention and MLP, where they are normed.
-        norms = config.family.norms
-        total += 4 * hidden * ((norms.attention_output is not None) + (norms.mlp_output is not None))
-        experts = config.experts_of(layer)
-        if experts is None:
-            total += dtype.itemsize * 2 * config.intermediate_size
-        else:
-            # For each chosen expert a copy of the input, the wide product, the inner values and the result, all in
-            # float32.
-            total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
-            if experts.shared_intermediate_size is not None:
-                total += 4 * hidden + dtype.itemsize * 2 * experts.shared_intermediate_size
+    total = 8 * hidden + _mixer_bytes(config, layer, dtype)  # with the inputs of both blocks in float32
+    # The results of attention and MLP, where they are normed.
+    norms = config.family.norms
+    total += 4 * hidden * ((norms.attention_output is not None) + (norms.mlp_output is not None))
+    experts = config.experts_of(layer)
+    if experts is None:
+        return total + dtype.itemsize * 2 * config.intermediate_size
+    # For each chosen expert a copy of the input, the wide product, the inner values and the result, all in float32.
+    total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
+    if experts.shared_intermediate_size is not None:
+        total += 4 * hidden + dtype.itemsize * 2 * experts.shared_intermediate_size
     return total
+
+
+def input_bytes(config: DecoderConfig) -> int:
+    """Bytes that all layers together keep of one row where activations are computed again: their inputs."""
+    return 4 * config.hidden_size * config.num_hidden_layers
 
 
 def _mixer_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:

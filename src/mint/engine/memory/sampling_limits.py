@@ -87,4 +87,4 @@ def prompt_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
             mlp = 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
             mlp += 3 * 4 * (experts.shared_intermediate_size or 0)
         widest = max(widest, mixer, mlp)
-    return widest + 3 * 4 * hidden  # the rows, normed, and the result
+    return widest + 5 * 4 * hidden  # the rows before and after attention, normed, and the result twice

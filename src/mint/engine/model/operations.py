@@ -53,6 +53,8 @@ class Operations(Protocol):
     """Sequences that are decoded together where memory sets no bound."""
     max_prefill_tokens: int
     """Prompt tokens of one step of sampling where memory sets no bound."""
+    merged_bytes: int
+    """Loras are merged into copies of the layers of a float32 base that take no more than this."""
     logits_at_once: int
     """Logits of a training pass that exist at once."""
 

@@ -49,6 +49,7 @@ class TorchOperations:
     activation_share = 8  # the system and other programs use this memory, too
     max_sampling_rows = 512
     max_prefill_tokens = 2048
+    merged_bytes = 0
     logits_at_once = 1 << 28
 
     def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
