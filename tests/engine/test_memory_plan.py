@@ -119,6 +119,8 @@ def test_a_lora_takes_what_the_engine_counts(tmp_path: Path, native_folder: Path
         assert plan.model == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux counts it")
 @pytest.mark.parametrize("way", ["kept", "recomputed", "sampled"])
 def test_the_plan_is_within_15_percent_of_what_is_measured(tmp_path: Path, native_folder: Path, way: str) -> None:
     from benchmarks.memory import plan as benchmark
