@@ -24,7 +24,8 @@ def test_a_folder_is_its_own_name(folder: Path) -> None:
     assert resolve(str(folder), {}) == folder
 
 
-def test_an_alias_may_name_a_folder_or_another_name(folder: Path) -> None:
+def test_an_alias_may_name_a_folder_or_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "INDEX_MODELS", {})  # a slow test fetches them
     aliases = {"Qwen/Qwen3-0.6B": "mine", "mine": str(folder)}
     assert resolve("Qwen/Qwen3-0.6B", aliases) == folder
     assert available(aliases) == ["Qwen/Qwen3-0.6B", "mine", "mint/tiny"]
