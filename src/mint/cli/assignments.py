@@ -41,5 +41,5 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess(argument: str) -> str:
-    """What may be meant by a word without a value: a task, if it looks like the name of one."""
+    """The remedy for a word without `=`: `task=WORD`, if the word looks like the name of a task."""
     return f"task={argument}" if ":" in argument else "steps=20"

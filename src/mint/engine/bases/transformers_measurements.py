@@ -91,7 +91,7 @@ def _measure_cache(
 
 
 def _measure_cost(decoder: TransformersDecoder, tokens: Tensor) -> CacheCost:
-    """What the cache of a sequence takes, from two of other lengths: a line through both."""
+    """The bytes of a cache for each sequence and each token, from caches of two lengths: the line through both."""
     sizes = []
     lengths = (len(tokens) // 2, len(tokens))
     for length in lengths:

@@ -201,7 +201,7 @@ class TransformersSampler:
     # --- memory ---
 
     def _next_bytes(self, part: _Part, count: int | None = None) -> int:
-        """What the cache takes once each of the samples, or of `count` of them, has run its last token."""
+        """The bytes of the cache at its largest: after all samples, or `count` of them, have run their last token."""
         if part.entry.job.max_tokens <= 1:  # no cache is made
             return 0
         return self._budget.cost.of(part.count if count is None else count, self._length(part))

@@ -76,13 +76,13 @@ class MaskTable:
 
     def open(self, slot: int, allowed: np.ndarray | None, grammar: Grammar | None, width: int) -> None:
         """Starts the mask of a sequence: the tokens in `allowed`, int64 [·], that the grammar lets through."""
-        bits = packed(allowed, width) if allowed is not None else np.full(_size_bytes(width), 255, np.uint8)
-        state = None
-        if grammar is not None:
-            state = grammar.start()
+        among = None if allowed is None else packed(allowed, width)
+        bits = np.full(_size_bytes(width), 255, np.uint8) if among is None else among
+        state = None if grammar is None else grammar.start()
+        if state is not None:
             first = np.empty_like(bits)
             state.allowed(first)
-            bits &= first
+            bits = bits & first
         with self._lock:
             self._make_room(slot, len(bits))
             self._bits[slot] = bits
@@ -90,8 +90,8 @@ class MaskTable:
             if state is not None:
                 self._states[slot] = state
                 self._spent_s[slot] = 0.0
-                if allowed is not None:
-                    self._allowed[slot] = packed(allowed, width)
+                if among is not None:
+                    self._allowed[slot] = among
 
     def close(self, slot: int) -> None:
         """Forgets the mask of a sequence."""
@@ -119,9 +119,8 @@ class MaskTable:
         they are."""
         if not self._is_ready[slots].all():
             self._idle.wait(patience_s)
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            if self._error is not None:  # no mask that is missing will be written any more
+                raise self._error
         return self._is_ready[slots]
 
     def read(self, slots: np.ndarray) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""What fits into the memory of a device: rows of training, sequences and prompt tokens of sampling."""
+"""Limits that follow from a device's memory: rows of training, sequences and prompt tokens of sampling."""

@@ -21,7 +21,7 @@ def base_bytes(
     operations: Operations,
     quantization: Quantization | None = None,
 ) -> int:
-    """What mint's own decoder holds of `tensors`, once they are loaded, and the copy of the unembedding that
+    """The bytes that mint's own decoder takes for `tensors` once they are loaded, with the copy of the unembedding that
     `operations` make."""
     total = 0
     for name, tensor in tensors.items():

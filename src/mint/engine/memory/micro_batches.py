@@ -21,7 +21,7 @@ MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
 
 UNKNOWN_ACTIVATION_BYTES = 768 << 20
-"""What a forward may keep where the system does not tell how much memory there is."""
+"""The budget of activations where the system does not tell how much memory it has."""
 
 
 def activation_budget(operations: Operations, *, memory_bytes: int | None, base_bytes: int) -> int:
