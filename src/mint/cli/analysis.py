@@ -19,7 +19,6 @@ from mint.cli.assignments import Assignments, parse_assignments
 from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
-from mint.config import read_settings
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 
 DeviceName = Literal["cpu", "cuda"]
@@ -165,6 +164,7 @@ def doctor(
 
 def _check_installation(*, as_json: bool) -> None:
     from mint.compose.installation import check_installation  # deferred: `mint --help` answers at once
+    from mint.config import read_settings
 
     try:
         checks = check_installation(read_settings())
@@ -228,6 +228,7 @@ def _plan_model(
     as_json: bool,
 ) -> None:
     from mint.compose.memory_plan import plan_model  # deferred: it imports torch
+    from mint.config import read_settings
 
     try:
         planned = plan_model(

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mint.cli.terminal import fail
-from mint.config import read_settings
 from mint.errors import MintError
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def bench(
 ) -> None:
     """Tokens per second of sampling and training on this machine, beside the most that it could do."""
     from mint.compose.throughput import measure_throughput  # deferred: `mint --help` answers at once
+    from mint.config import read_settings
 
     progress = Console(stderr=True, highlight=False)
     given = {"dtype": dtype.value if dtype is not None else None, "threads": threads}

@@ -13,7 +13,6 @@ from mint.cli.chaos import chaos
 from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail
-from mint.config import unknown_variables
 from mint.errors import MintError, MissingExtraError
 from mint.version import VERSION
 
@@ -76,6 +75,8 @@ def main(
     ] = False,
 ) -> None:
     """LoRA fine-tuning and reinforcement learning of language models, on any machine."""
+    from mint.config import unknown_variables  # deferred: `mint --help` answers at once
+
     try:
         unknown = unknown_variables()
     except MintError as error:

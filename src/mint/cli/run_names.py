@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
 
 LATEST = "latest"
@@ -48,7 +47,7 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
             "is the beginning of several runs", field="run", value=name, remedy=f"Name one: {names}"
         )
     close = get_close_matches(name, folders, n=1)
-    below = (data_dir or read_settings().home_dir) / "runs"
+    below = _data_folder(data_dir) / "runs"
     remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
     raise NotFoundError("is not a run", field="run", value=name, remedy=remedy)
 
@@ -79,6 +78,12 @@ def newest_folders(data_dir: Path | None = None) -> dict[str, Path]:
     """The run folders of a data directory (None: `MINT_HOME`) by name, the one that was written last first."""
     from mint.dashboard.run_folders import RunFolders, stamp_of  # deferred: `mint --help` answers at once
 
-    folders = RunFolders([data_dir or read_settings().home_dir]).find()
+    folders = RunFolders([_data_folder(data_dir)]).find()
     written = {name: max(changed_ns for _, changed_ns in stamp_of(folder)) for name, folder in folders.items()}
     return dict(sorted(folders.items(), key=lambda run: (-written[run[0]], run[0])))
+
+
+def _data_folder(data_dir: Path | None) -> Path:
+    from mint.config import read_settings  # deferred: `mint --help` answers at once
+
+    return data_dir or read_settings().home_dir

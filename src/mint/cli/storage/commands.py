@@ -33,15 +33,10 @@ from mint.cli.storage.tables import (
 from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.runs.terminal_text import paragraph
-from mint.types.records import (
-    AccessScope,
-    CopyWeightsRequest,
-    PageQuery,
-    TrainingRunsResponse,
-)
 
 if TYPE_CHECKING:
     from mint.cli.storage.storage import Storage
+    from mint.types.records import PageQuery, TrainingRunsResponse
 
 runs_app = typer.Typer(no_args_is_help=True, help="Models that a service trains, and the run folders of this machine.")
 checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
@@ -68,7 +63,7 @@ def list_runs(
 ) -> None:
     """The models of the service, newest first; and the runs whose folders are on this machine."""
     found = newest_runs(data_dir, limit)
-    query = PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible))
+    query = _page_query(limit, offset, accessible)
     page = _models_page(query, data_dir, has_runs=bool(found), as_json=as_json)
     if as_json:
         models = [] if page is None else [run_json(run) for run in page.training_runs]
@@ -185,7 +180,7 @@ def list_checkpoints(
     """Checkpoints, newest first."""
     with _storage(data_dir, as_json) as storage:
         if run_id is None:
-            page = storage.checkpoints(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
+            page = storage.checkpoints(_page_query(limit, offset, accessible))
         else:
             page = storage.checkpoints_of(run_id)
         if as_json:
@@ -263,6 +258,8 @@ def copy_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Copies your own or a published checkpoint into a new run of yours."""
+    from mint.types.records import CopyWeightsRequest  # deferred: loads numpy and pydantic
+
     request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl)
     with _storage(data_dir, as_json) as storage:
         print_checkpoint(storage.checkpoint(storage.copy(request)), as_json)
@@ -397,8 +394,10 @@ def _storage(data_dir: Path | None, as_json: bool) -> Generator[Storage]:
         fail(error, as_json=as_json)
 
 
-def _scope(accessible: bool) -> AccessScope:
-    return "accessible" if accessible else "owned"
+def _page_query(limit: int, offset: int, accessible: bool) -> PageQuery:
+    from mint.types.records import PageQuery  # deferred: loads numpy and pydantic
+
+    return PageQuery(limit=limit, offset=offset, access_scope="accessible" if accessible else "owned")
 
 
 def _seconds(text: str) -> int | None:

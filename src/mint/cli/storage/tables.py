@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -16,7 +15,11 @@ from rich.text import Text
 
 from mint.cli.terminal import print_pairs
 from mint.runs.terminal_text import paragraph
-from mint.types.records import Checkpoint, TrainingRun
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from mint.types.records import Checkpoint, TrainingRun
 
 PIPE_WIDTH = 240
 """Columns of a table that is not printed to a terminal."""
