@@ -23,7 +23,7 @@ from waiting import wait_until
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.sandbox import Shell, ShellLimits
-from mint.sandbox.shell_process import ShellResult
+from mint.sandbox.shell_process import CommandLine, ShellResult, run_command
 from mint.sandbox.shell_sandboxes import Docker, find_sandbox
 
 HERE = Path(__file__).resolve().parent
@@ -191,6 +191,23 @@ def test_a_cancelled_command_ends_with_its_processes(shell: Shell) -> None:
     assert sleepers() == []
 
 
+def test_a_command_that_is_cancelled_as_it_starts_ends_with_its_processes() -> None:
+    """asyncio has started the process, and has not yet returned it."""
+    command = CommandLine(["bash", "-c", f"sleep {SLEEP} & sleep {SLEEP}"])
+
+    async def cancel() -> None:
+        running = asyncio.create_task(run_command(command, ShellLimits(), []))
+        while not sleepers():
+            await asyncio.sleep(0)
+        wait_until(lambda: len(sleepers()) == 3)  # bash and its two; this holds the event loop
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancel())
+    assert sleepers() == []
+
+
 def test_commands_of_many_shells_run_at_once(sandbox: dict[str, Any]) -> None:
     async def meet() -> list[ShellResult]:
         return await asyncio.gather(*(one.run("echo ready; cat", stdin=b"x") for one in shells))
@@ -262,6 +279,8 @@ def stopped_early(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
                 if len(seen) == 2:
                     os.kill(first, signal.SIGSTOP)
                     if "Seccomp:\t0" in Path(f"/proc/{first}/status").read_text():
+                        # Once bubblewrap has told the first process to go on, it waits for it.
+                        wait_until(lambda monitor=monitor: "State:\tS" in Path(f"/proc/{monitor}/status").read_text())
                         return monitor, first
                     os.kill(first, signal.SIGCONT)
                     return None

@@ -131,17 +131,7 @@ async def run_command(
     output = _Output(limits.output_bytes)
     try:
         before_bytes = await asyncio.to_thread(_size_bytes, folders, COUNTED_TIMES * limits.folder_bytes)
-        process = await asyncio.create_subprocess_exec(
-            *line.words,
-            stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            pass_fds=tuple(line.descriptors),
-            cwd="/",
-            env=line.environment,
-            start_new_session=True,
-            **line.identity,
-        )
+        process = await _start(line, stdin)
     except BaseException:
         line.forbid_beginning()
         raise
@@ -160,6 +150,30 @@ async def run_command(
         await _end(process, line, {reading, waiting})
     exit_code = process.returncode if ended == "exit" else None
     return ShellResult(output.text, exit_code, ended, time.monotonic() - began)
+
+
+async def _start(line: CommandLine, stdin: bytes) -> asyncio.subprocess.Process:
+    """Starts the process of a command, in a group of its own. If this call is cancelled, it ends the whole group:
+    asyncio would end the first process only, which may have started others."""
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *line.words,
+            stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=tuple(line.descriptors),
+            cwd="/",
+            env=line.environment,
+            start_new_session=True,
+            **line.identity,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        process = await starting
+        await _end(process, line, {asyncio.create_task(_Output(0).read(process)), asyncio.create_task(process.wait())})
+        raise
 
 
 async def _end(process: asyncio.subprocess.Process, line: CommandLine, ending: set[asyncio.Task[Any]]) -> None:
