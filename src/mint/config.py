@@ -68,6 +68,7 @@ from pydantic_settings import (
 )
 
 from mint.errors import InvalidRequestError
+from mint.types.validation_errors import wording
 
 EMBEDDED_URL = "http://mint.embedded"
 """The base URL of the app in this process."""
@@ -162,7 +163,7 @@ def read_settings() -> Settings:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "MINT_*"
         variable = name if name.isupper() else f"MINT_{name.upper()}"
-        raise InvalidRequestError(first["msg"], field=variable, value=first.get("input")) from error
+        raise InvalidRequestError(wording(first), field=variable, value=first.get("input")) from error
 
 
 def _http_address(text: str) -> str:
@@ -262,7 +263,7 @@ def read_serve_settings(flags: Mapping[str, Any], config: Path | None = None) ->
             field = f"--{name.replace('_', '-')}"
         else:
             field = f"{config}: {name}" if name in written else f"MINT_SERVE_{name.upper()}"
-        raise InvalidRequestError(first["msg"], field=field, value=first.get("input")) from error
+        raise InvalidRequestError(wording(first), field=field, value=first.get("input")) from error
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -208,7 +208,10 @@ def plan(
     if pass_rate is None:
         if model is None:
             remedy = "Give --pass-rate to plan groups, or --model to plan memory"
-            fail(InvalidRequestError("are missing", field="--pass-rate and --model", remedy=remedy), as_json=as_json)
+            fail(
+                InvalidRequestError("are missing", field="--pass-rate and --model", value="(missing)", remedy=remedy),
+                as_json=as_json,
+            )
         return
 
     planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=tokens)

@@ -23,14 +23,14 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
         InvalidRequestError: an argument is not of the form key=value.
     """
     found: dict[str, Any] = {}
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         key, separator, text = argument.partition("=")
         if not separator or not key:
             raise InvalidRequestError(
                 "is not of the form key=value",
                 field="argument",
                 value=argument,
-                remedy=f"Write for example {_guess(argument)}",
+                remedy=f"Write for example {_guess(argument, arguments[place + 1 :])}",
             )
         name = SHORT_NAMES.get(key, key)
         try:
@@ -40,6 +40,11 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _guess(argument: str) -> str:
-    """The remedy for a word without `=`: `task=WORD`, if the word looks like the name of a task."""
-    return f"task={argument}" if ":" in argument else "steps=20"
+def _guess(argument: str, following: Sequence[str]) -> str:
+    """The remedy for a word without `=`: `task=WORD` if it looks like the name of a task, and `WORD=NEXT` where the
+    next word has no `=` either."""
+    if ":" in argument:
+        return f"task={argument}"
+    if argument.isidentifier() and following and "=" not in following[0]:
+        return f"{argument}={following[0]}"
+    return "steps=20"

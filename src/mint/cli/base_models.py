@@ -56,7 +56,9 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         if not is_hub_name(name):
             raise
         if not yes and not sys.stdin.isatty():
-            error.remedy = f"{error.remedy}. Add --yes to download it now"
+            error.remedy = (
+                f"{error.remedy}. Add --yes to download it now, or take base_model=mint/tiny, which comes with mint"
+            )
             raise
         plan = _plan(name, None)
         question = f"{name} is not on this machine. Download {decimal(plan.size_bytes)}?"

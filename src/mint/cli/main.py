@@ -32,6 +32,21 @@ class _Commands(TyperGroup):
                     remedy="pip install 'mint[local]'",
                 )
             )
+        except typer.BadParameter as error:
+            _name_value(error)
+            raise
+
+
+def _name_value(error: typer.BadParameter) -> None:
+    """Says which value an argument must not have; typer only repeats what pydantic says about it."""
+    from pydantic import ValidationError
+
+    from mint.types.validation_errors import wording  # deferred: `mint --help` answers at once
+
+    if isinstance(error.__cause__, ValidationError):
+        first = error.__cause__.errors()[0]
+        value = "" if first["type"] == "value_error" else f"{first['input']!r} "  # its own message has the value
+        error.message = f"{value}{wording(first)}"
 
 
 app = typer.Typer(

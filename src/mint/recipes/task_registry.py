@@ -247,4 +247,6 @@ def _user_class(module: ModuleType, cls: str, name: str) -> Callable[..., Any]:
 
 
 def _unknown(name: str) -> InvalidRequestError:
-    return InvalidRequestError("is not a task", field="task", value=name, remedy=f"Choose {CHOICES}")
+    similar = get_close_matches(name, RECIPES, n=1)
+    guess = f"Did you mean {similar[0]}? " if similar else ""
+    return InvalidRequestError("is not a task", field="task", value=name, remedy=f"{guess}Choose {CHOICES}")

@@ -21,6 +21,34 @@ _REMEDIES = {
 }
 """By pydantic's name of what is wrong."""
 
+_WORDINGS = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "enum": "must be {expected}",
+    "extra_forbidden": "is not a known field",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "missing": "is missing",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_type": "must be a text",
+    "too_long": "must have at most {max_length} items",
+    "too_short": "must have at least {min_length} items",
+    "tuple_type": "must be a list",
+}
+"""The same in mint's words; pydantic's own where none is here."""
+
 
 def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
     """The first complaint of a pydantic error as a `MintError` that names field, value and remedy."""
@@ -38,7 +66,16 @@ def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
         message = "is null where a number belongs: JSON has no NaN and no infinity, and clients write null for them"
         return InvalidRequestError(message, field=path, value="null", remedy="Pass a finite number, or leave it out")
     value = "(missing)" if first["type"] == "missing" else first.get("input")
-    return InvalidRequestError(first["msg"], field=path, value=value, remedy=_REMEDIES.get(first["type"]))
+    return InvalidRequestError(wording(first), field=path, value=value, remedy=_REMEDIES.get(first["type"]))
+
+
+def wording(complaint: ErrorDetails) -> str:
+    """What pydantic complains about as the rest of a sentence about the value: `must be at least 0`."""
+    context = complaint.get("ctx", {})
+    if complaint["type"] == "value_error" and "error" in context:
+        return str(context["error"])
+    template = _WORDINGS.get(complaint["type"])
+    return complaint["msg"] if template is None else template.format(**context)
 
 
 def _is_branch(part: int | str) -> bool:

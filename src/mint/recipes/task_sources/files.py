@@ -51,7 +51,7 @@ class FileAdapter(QuestionAdapter):
         `ANSWER_KEYS`. `seed` has no effect: rows keep the file's order, and the run shuffles them.
 
         Raises:
-            InvalidRequestError: no such file or grader, or a row without a usable prompt or answer: names its line.
+            InvalidRequestError: no such file or grader, no rows, or one without a prompt or answer: names its line.
             MissingExtraError: the format needs the `datasets` library, which is not installed.
         """
         super().__init__(prompt_style=prompt_style)
@@ -69,6 +69,10 @@ class FileAdapter(QuestionAdapter):
         self._questions = [
             _question(row, where, prompt_key, answer_key, grader) for where, row in _read_rows(self.path)
         ]
+        if not self._questions:
+            raise InvalidRequestError(
+                "has no rows", field="path", value=str(path), remedy='Write one {"prompt": …, "answer": …} a line'
+            )
 
     def build_dataset(self) -> Sequence[Question]:
         """The training rows, without repetitions."""

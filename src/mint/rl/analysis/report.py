@@ -82,7 +82,14 @@ def print_estimates(console: Console, title: str, estimates: Mapping[float, Esti
 
 
 def print_readings(console: Console, readings: Sequence[Reading]) -> None:
-    """Compared checkpoints: a table for each task, with the paired difference of the first to each other one."""
+    """Compared checkpoints: a numbered list, which no terminal cuts, and a table for each task with the paired
+    difference of the first to each other one."""
+    numbers = {
+        checkpoint: number
+        for number, checkpoint in enumerate(dict.fromkeys(reading.checkpoint for reading in readings), 1)
+    }
+    for checkpoint, number in numbers.items():
+        console.print(f"checkpoint {number}: {checkpoint}", markup=False, soft_wrap=True)
     for task in dict.fromkeys(reading.task for reading in readings):
         table = Table(title=escape(task))
         for heading in ("checkpoint", "", "reward (95 %)", "first minus this (95 %)", "the first is", "n", "ungraded"):
@@ -90,7 +97,7 @@ def print_readings(console: Console, readings: Sequence[Reading]) -> None:
         for reading in (one for one in readings if one.task == task):
             gap = reading.difference
             table.add_row(
-                escape(reading.checkpoint),
+                str(numbers[reading.checkpoint]),
                 temperature_name(reading.temperature) + (f", {reading.seeds} seeds" if reading.seeds > 1 else ""),
                 interval_text(vars(reading)),
                 "" if gap is None else interval_text(vars(gap)),

@@ -102,7 +102,7 @@ def submit(kind: str) -> Operation:
         promise = await call.run_blocking(call.service.training.submit, call.caller, kind, call.body, encoding)
         return await _result_or_promise(call, promise, ForwardBackwardOutput)
 
-    operation.__doc__ = f"Accepts a `{kind}` request; its result is fetched with `retrieve_future`."
+    operation.__doc__ = f"Accepts a request of `{kind}`; its result is fetched with `retrieve_future`."
     return operation
 
 

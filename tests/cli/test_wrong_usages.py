@@ -1,0 +1,125 @@
+"""Wrong usages of the command line: each ends with a message that names the value and the remedy, and no traceback."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mint.cli.main import app
+
+ADAPTER = """
+from mint.rl import RLAdapter
+
+class Own(RLAdapter):
+    def build_dataset(self):
+        return ["a"]
+
+    def make_prompt(self, item, tokenizer):
+        return tokenizer.encode(item)
+
+    def compute_reward(self, response, item):
+        return 0.0
+"""
+
+USAGES = [
+    # (the command line, the value that the message names, the remedy)
+    ("nonsense", "'nonsense'", "--help"),
+    ("rollout latest", "'rollout'", "Did you mean 'rollouts'?"),
+    ("--nonsense", "--nonsense", "--help"),
+    ("train", "'recipe'", "rl, sft, dpo, distill"),
+    ("train rll", "'rll'", "'rl', 'sft', 'dpo', 'distill'"),
+    ("train rl", "task = (missing)", "task=math"),
+    ("train rl task=maths", "task = maths", "Did you mean math?"),
+    ("train rl task math", "argument = task", "task=math"),
+    ("train rl =3", "argument = =3", "steps=20"),
+    ("train rl task=math steps=ten", "RLConfig.steps = ten", "Give an integer, at least 0"),
+    ("train rl task=math steps=-1", "RLConfig.steps = -1", "at least 0"),
+    ("train rl task=math steps=1.5", "RLConfig.steps = 1.5", "Give an integer"),
+    ("train rl task=math stpes=3", "stpes", "did you mean steps?"),
+    ("train rl task=math group_size=0", "RLConfig.group_size = 0", "at least 2"),
+    ("train rl task=math learning_rate=fast", "learning_rate = fast", "Give a number"),
+    ("train rl task=math lr=-1", "learning_rate = -1", "at least 0"),
+    ("train rl task=math loss_fn=pppo", "RLConfig.loss_fn = pppo", "Choose one of these"),
+    ("train rl task=math trackers=wandbb", "wandbb", "'wandb'"),
+    ("train rl task=math betas=3", "RLConfig.betas = 3", "Give a tuple"),
+    ("train rl task=math base_model=mint/tinny", "base_model = mint/tinny", "Did you mean mint/tiny?"),
+    ("train rl task=math base_model=/nope", "base_model = /nope", "mint models pull"),
+    ("train rl task=own.py:Own", "base_model = Qwen/Qwen3-0.6B", "base_model=mint/tiny"),
+    ("train rl task=own.py", "task = own.py", "own.py:Own"),
+    ("train rl task=own.py:Nope", "has no class Nope", "Own"),
+    ("train rl task=nope.py:Own", "task = nope.py:Own", "Choose math"),
+    ("train rl task=file:/nope.jsonl", "path = /nope.jsonl", "Give a .jsonl"),
+    ("train rl task=file:empty.jsonl", "path = empty.jsonl", "prompt"),
+    ("train rl task=math run_dir=/proc/x", "run_dir = /proc/x", "Name a folder that you may write"),
+    ("train rl task=math --resume", "RLConfig.run_dir", "--run-dir"),
+    ("train rl task=math --run-di x", "--run-di", "--run-dir"),
+    ("train sft", "task = (missing)", "task=…"),
+    ("train sft task=chat epochs=-1", "SFTConfig.epochs = -1", "at least 1"),
+    ("train dpo", "data = (missing)", "data=…"),
+    ("train dpo data=/nope.jsonl", "data = /nope.jsonl", "Give a .jsonl file"),
+    ("train distill task=math", "teacher = (missing)", "teacher=…"),
+    ("demo maths", "'maths'", "'math', 'chat'"),
+    ("demo math --steps=-3", "'-3'", "at least 0"),
+    ("demo math --seed x", "'x'", "a whole number"),
+    ("demo math --trackers wandbb", "wandbb", "'wandb'"),
+    ("serve --port 99999", "--port = 99999", "at most 65535"),
+    ("serve --port x", "'x'", "a whole number"),
+    ("serve --host 0.0.0.0", "--host = 0.0.0.0", "mint keys create"),
+    ("serve --data-dir /proc/x", "--data-dir = /proc/x", "choose another one"),
+    ("serve --config /nope.toml", "--config = /nope.toml", "Give a TOML file"),
+    ("recover --data-dir /nope", "--data-dir = /nope", "Give the directory"),
+    ("export latest", "--output", "--help"),
+    ("export nope --output out", "nope", "`mint runs list`"),
+    ("export mint://nope/weights/x --output out", "data_dir = ", "Set MINT_HOME"),
+    ("export latest --format foo --output out", "'foo'", "'peft', 'hf', 'gguf-ready'"),
+    ("dashboard /nope", "/nope", "Name a run folder"),
+    ("dashboard --port 99999", "'99999'", "at most 65535"),
+    ("rollouts nope", "run = nope", "`mint runs list`"),
+    ("rollouts nope --step x", "'x'", "a whole number"),
+    ("plot nope", "--output", "--help"),
+    ("eval mint/tiny maths", "task = maths", "Did you mean math?"),
+    ("eval mint/tiny math --seeds 0", "'0'", "at least 1"),
+    ("diagnose nope", "run = nope", "`mint runs list`"),
+    ("bisect /nope", "run = /nope", "`mint runs list`"),
+    ("doctor cod", "task = cod", "Did you mean code?"),
+    ("plan", "--pass-rate and --model", "Give --pass-rate"),
+    ("plan --pass-rate 2", "'2'", "at most 1"),
+    ("bench --dtype int3", "'int3'", "'float32', 'bfloat16'"),
+    ("chaos --kills=-1", "'-1'", "at least 0"),
+    ("chaos --faults nope", "--faults = nope", "disk-full"),
+    ("keys create", "--owner", "--help"),
+    ("keys revoke nope --data-dir /nope", "--data-dir = /nope", "mint serve"),
+    ("models pull", "'name'", "--help"),
+    ("runs show nope", "run = nope", "`mint runs list`"),
+    ("runs stop nope", "run = nope", "`mint runs list`"),
+    ("runs list --data-dir /nope", "data_dir = /nope", "--data-dir"),
+    ("checkpoints list --limit=-1", "'-1'", "at least 1"),
+    ("sessions list --data-dir /nope", "data_dir = /nope", "MINT_HOME"),
+]
+
+
+def test_there_are_sixty_wrong_usages_and_more() -> None:
+    assert len({line for line, _, _ in USAGES}) == len(USAGES) > 60
+
+
+@pytest.mark.parametrize(("line", "value", "remedy"), USAGES, ids=[line for line, _, _ in USAGES])
+def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
+    line: str, value: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MINT_BASE_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(ADAPTER)
+    Path("empty.jsonl").write_text("")
+    answer = CliRunner().invoke(app, shlex.split(line))
+    said = re.sub(r"[\s│]+", " ", answer.stderr)
+    assert answer.exit_code in (1, 2)
+    assert answer.exception is None or isinstance(answer.exception, SystemExit)
+    assert "Traceback" not in said
+    assert value in said, said
+    assert remedy in said, said
+    assert not list(tmp_path.glob("home/runs/*")), "a refused command leaves no run"
