@@ -16,7 +16,7 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 
 
 HOMES: dict[str, frozenset[str]] = {
-    "torch": frozenset({"engine"}),
+    "torch": frozenset({"engine", "cluster"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset(
         {

@@ -40,6 +40,7 @@ from mint.engine.protocol import (
     sample_together,
 )
 from mint.engine.quantized.number_formats import Quantization
+from mint.engine.reductions.division import ALONE, Peers
 from mint.engine.state_digest import digest_of, is_old, old_digest_of
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.folder import ModelFolder
@@ -84,6 +85,7 @@ class TorchEngine:
         gpu_kernels: bool = True,
         implementation: Literal["mint", "transformers"] | None = None,
         quantize: Quantization | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
@@ -97,7 +99,7 @@ class TorchEngine:
         a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. `implementation`
         is what computes base models: by default mint's own decoder where it knows the family, else the modules of
         transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's
-        own decoder alone.
+        own decoder alone. `peers` are the processes that run each pass together; all get the same calls that train.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -110,6 +112,7 @@ class TorchEngine:
         self._micro_batch_rows = micro_batch_rows
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
+        self._peers = peers
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
@@ -178,7 +181,7 @@ class TorchEngine:
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
         model = self._model(model_id)
-        return model.base.run_pass(model.weights, data, loss, gradient=None, repeated=None)
+        return model.base.run_pass(model.weights, data, loss, gradient=None, repeated=None, peers=self._peers)
 
     def forward_backward(
         self,
@@ -194,7 +197,9 @@ class TorchEngine:
             OutOfMemoryError: memory does not suffice for one sequence, or for the given `micro_batching`.
         """
         model = self._model(model_id)
-        result = model.base.run_pass(model.weights, data, loss, gradient=model.gradient, repeated=micro_batching)
+        result = model.base.run_pass(
+            model.weights, data, loss, gradient=model.gradient, repeated=micro_batching, peers=self._peers
+        )
         model.tokens += int(result.metrics["tokens:sum"])
         model.has_older_sum |= micro_batching is not None and micro_batching.order == "running"
         return result

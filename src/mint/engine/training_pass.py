@@ -1,6 +1,7 @@
 """One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's.
 
-The gradients of the micro-batches are added in the tree of `gradient_sum`.
+The gradients of the micro-batches are added in the tree of `gradient_sum`. Several processes may run a pass together,
+each a part of its micro-batches (`reductions/division.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from mint.engine.memory.micro_batches import smaller
 from mint.engine.model.autograd import backward
 from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
-from mint.engine.reductions.gradient_sum import partial_sums, whole_sum
+from mint.engine.reductions.division import ALONE, Division, PassOutcome, PeerFailedError, Peers
+from mint.engine.reductions.gradient_sum import partial_sums
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.errors import OutOfMemoryError
 
@@ -54,6 +56,39 @@ class _Results:
         self.entropies: list[np.ndarray] = [_MISSING] * len(data)
         self.losses: list[np.ndarray] = [_MISSING] * len(data)
 
+    def join(self, division: Division, batches: Sequence[MicroBatch], data: Sequence[TrainDatum]) -> None:
+        """Adds the results of the micro-batches that other processes have computed."""
+        if not division.is_shared:
+            return
+        own = [self._values(batches[index].datum_ids) for index in division.own]
+        lengths = [sum(_count(data[index]) for index in batch.datum_ids) for batch in batches]
+        values = division.join(np.concatenate([np.empty(0), *own]), lengths)
+        for batch, part in zip(batches, np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+            self._fill(batch.datum_ids, data, part)
+
+    def _values(self, datum_ids: Sequence[int]) -> np.ndarray:
+        """All results of some examples, float64, which holds them exactly."""
+        kinds = (self.logprobs, self.entropies, self.losses)
+        return np.concatenate([kind[index].reshape(-1) for index in datum_ids for kind in kinds], dtype=np.float64)
+
+    def _fill(self, datum_ids: Sequence[int], data: Sequence[TrainDatum], values: np.ndarray) -> None:
+        """The inverse of `_values`."""
+        start = 0
+        for index in datum_ids:
+            cells, positions = data[index].targets.size, len(data[index].tokens)
+            own = values[start : start + _count(data[index])]
+            logprobs, entropies, losses = np.split(own, [cells, cells + positions])
+            shape = data[index].targets.shape
+            self.logprobs[index] = logprobs.astype(np.float32).reshape(shape)
+            self.entropies[index] = entropies.astype(np.float32)
+            self.losses[index] = losses.reshape(shape)
+            start += _count(data[index])
+
+
+def _count(datum: TrainDatum) -> int:
+    """The number of results of an example: a logprob and a loss of each target, an entropy of each position."""
+    return 2 * datum.targets.size + len(datum.tokens)
+
 
 def run_pass(
     decoder: TrainedDecoder,
@@ -64,8 +99,11 @@ def run_pass(
     gradient: Tensor | None,
     micro_batching: MicroBatching,
     may_shrink: bool = True,
+    peers: Peers = ALONE,
 ) -> PassResult:
     """Logprobs and metrics of `data`; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
+
+    `peers` run the pass together: each calls this with the same arguments, and each gets the whole result.
 
     A pass for which memory does not suffice is run again with what `smaller` says: recomputed, which changes no bit,
     then, if it `may_shrink`, in micro-batches of half as many rows, and so on. Which of them fits is part of the
@@ -79,7 +117,7 @@ def run_pass(
     before = None if gradient is None else gradient.clone()
     attempt = micro_batching
     retries = 0
-    while (result := _try(decoder, lora, data, loss, attempt, gradient=gradient, before=before)) is None:
+    while (result := _try(decoder, lora, data, loss, attempt, gradient=gradient, before=before, peers=peers)) is None:
         # Not in the except clause: its error would keep the activations alive.
         if gradient is not None and before is not None:
             gradient.copy_(before)
@@ -117,8 +155,9 @@ def _try(
     *,
     gradient: Tensor | None,
     before: Tensor | None,
+    peers: Peers,
 ) -> PassResult | None:
-    """The pass; None if memory ran out, with any numbers in `gradient`, which was `before`."""
+    """The pass; None if memory ran out here or at a peer, with any numbers in `gradient`, which was `before`."""
     results = _Results(data)
 
     def run(batch: MicroBatch) -> None:
@@ -127,28 +166,44 @@ def _try(
 
     try:
         batches = decoder.pack(data, attempt.rows)
-        if gradient is None or before is None or attempt.order == "running":
-            for batch in batches:
-                run(batch)  # autograd adds to the gradient
+        in_tree = attempt.order == "tree"
+        # Added one after the other, no part of the gradient is computed apart from what comes before it.
+        division = (peers if in_tree else ALONE).divide([len(batch.tokens) for batch in batches])
+        sums: dict[range, Tensor] = {}
+        if gradient is not None and in_tree:
+            sums = _partial_sums(batches, division.own, run, gradient)
         else:
-            torch.add(before, _sum_in_tree(batches, run, gradient), out=gradient)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+            for index in division.own:
+                run(batches[index])  # autograd adds to the gradient
+    except Exception as error:  # also what is raised again: the peers must know, or they would wait for this process
+        own = PassOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else PassOutcome.FAILED
+        if peers.worst(own) is PassOutcome.FAILED:
             raise
         return None
+    worst = peers.worst(PassOutcome.DONE)
+    if worst is PassOutcome.OUT_OF_MEMORY:
+        return None
+    if worst is PassOutcome.FAILED:
+        raise PeerFailedError("another process of the group could not run its part of the pass")
+    if gradient is not None and before is not None and in_tree:
+        torch.add(before, division.total(sums, len(gradient)), out=gradient)
+    results.join(division, batches, data)
     metrics = measure(loss, data, results.logprobs, results.entropies, results.losses)
     return PassResult(results.logprobs, metrics, results.entropies)
 
 
-def _sum_in_tree(batches: Sequence[MicroBatch], run: Callable[[MicroBatch], None], gradient: Tensor) -> Tensor:
-    """The summed gradient of `batches`, each of which `run` adds to `gradient`, whose numbers are overwritten."""
+def _partial_sums(
+    batches: Sequence[MicroBatch], own: range, run: Callable[[MicroBatch], None], gradient: Tensor
+) -> dict[range, Tensor]:
+    """The summed gradients of `own` of the batches. `run` adds that of one to `gradient`, whose numbers are
+    overwritten."""
 
     def gradient_of(index: int) -> Tensor:
         gradient.zero_()
         run(batches[index])
         return gradient
 
-    return whole_sum(len(batches), partial_sums(len(batches), range(len(batches)), gradient_of))
+    return partial_sums(len(batches), own, gradient_of)
 
 
 def _run(

@@ -26,6 +26,7 @@ from mint.engine.protocol import (
     TokenListener,
     TrainDatum,
 )
+from mint.engine.reductions.division import ALONE, Peers
 from mint.engine.training_pass import TrainedDecoder, run_pass
 
 log = logging.getLogger(__name__)
@@ -126,10 +127,11 @@ class BaseModel(ABC):
         *,
         gradient: Tensor | None,
         repeated: MicroBatching | None,
+        peers: Peers = ALONE,
     ) -> PassResult:
         """Logprobs and metrics; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-        `repeated` is how an earlier pass was cut, to compute the same bits again.
+        `repeated` is how an earlier pass was cut, to compute the same bits again. `peers` run the pass together.
 
         Raises:
             OutOfMemoryError: memory does not suffice; nothing is added to `gradient`.
@@ -142,6 +144,7 @@ class BaseModel(ABC):
             gradient=gradient,
             micro_batching=repeated or self._micro_batching,
             may_shrink=repeated is None,
+            peers=peers,
         )
 
     @abstractmethod

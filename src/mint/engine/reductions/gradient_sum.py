@@ -21,7 +21,7 @@ def partial_sums(count: int, own: range, leaf: Callable[[int], Tensor]) -> dict[
     `leaf` gives the gradient of a micro-batch, and may give the same vector each time with other numbers. It is called
     once for each of `own`, in order. Beside the results, about log2(len(own)) vectors exist at once.
     """
-    return {node: _sum_of(node, leaf) for node in _nodes_within(range(count), own)}
+    return {node: _sum_of(node, leaf) for node in nodes_within(range(count), own)}
 
 
 def whole_sum(count: int, sums: Mapping[range, Tensor]) -> Tensor:
@@ -30,6 +30,15 @@ def whole_sum(count: int, sums: Mapping[range, Tensor]) -> Tensor:
     Overwrites the vectors in `sums`.
     """
     return _join(range(count), sums)
+
+
+def nodes_within(node: range, own: range) -> list[range]:
+    """The largest nodes at or below `node` that lie in `own`, in order."""
+    if own.start <= node.start and node.stop <= own.stop:
+        return [node]
+    if node.stop <= own.start or own.stop <= node.start:
+        return []
+    return [inner for part in _parts(node) for inner in nodes_within(part, own)]
 
 
 def _join(node: range, sums: Mapping[range, Tensor]) -> Tensor:
@@ -46,15 +55,6 @@ def _sum_of(node: range, leaf: Callable[[int], Tensor]) -> Tensor:
     total = _sum_of(first, leaf)
     # Not a copy of a micro-batch that is added at once.
     return total.add_(leaf(second.start) if len(second) == 1 else _sum_of(second, leaf))
-
-
-def _nodes_within(node: range, own: range) -> list[range]:
-    """The largest nodes at or below `node` that lie in `own`, in order."""
-    if own.start <= node.start and node.stop <= own.stop:
-        return [node]
-    if node.stop <= own.start or own.stop <= node.start:
-        return []
-    return [inner for part in _parts(node) for inner in _nodes_within(part, own)]
 
 
 def _parts(node: range) -> tuple[range, range]:

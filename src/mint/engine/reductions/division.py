@@ -1,0 +1,94 @@
+"""Who computes which micro-batches of a pass: one process all of them, or several processes a range each.
+
+The processes of a group run every pass together, each with the same request. What they exchange is what `Division` has.
+Knows vectors, not models. `mint.cluster` has the division among several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mint.engine.reductions.gradient_sum import whole_sum
+
+
+class PassOutcome(IntEnum):
+    """How a process has ended its part of a pass; the larger is the worse."""
+
+    DONE = 0
+    OUT_OF_MEMORY = 1
+    FAILED = 2
+
+
+class Division(Protocol):
+    """The division of one pass. All processes call the same methods in the same order."""
+
+    @property
+    def own(self) -> range:
+        """The micro-batches that this process computes."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other processes: the same for all of them."""
+        ...
+
+    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
+        """The sum of the gradients of all micro-batches, float32 [size], from the `partial_sums` of `own`.
+
+        May overwrite the vectors in `sums`.
+        """
+        ...
+
+    def join(self, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """The float64 values of all micro-batches in order, from the `values` of `own`.
+
+        `lengths` are the numbers of values of all micro-batches.
+        """
+        ...
+
+
+class Peers(Protocol):
+    """The processes that run a pass together."""
+
+    def divide(self, costs: Sequence[int]) -> Division:
+        """Divides micro-batches, of which each takes a time in proportion to its cost."""
+        ...
+
+    def worst(self, own: PassOutcome) -> PassOutcome:
+        """The worst outcome of all processes; each calls this once in every pass, also one that has failed."""
+        ...
+
+
+class Alone:
+    """One process, which computes everything."""
+
+    def divide(self, costs: Sequence[int]) -> Division:
+        return _Undivided(range(len(costs)))
+
+    def worst(self, own: PassOutcome) -> PassOutcome:
+        return own
+
+
+@dataclass(frozen=True)
+class _Undivided:
+    own: range
+    is_shared: bool = False
+
+    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
+        return whole_sum(len(self.own), sums)
+
+    def join(self, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        return values
+
+
+ALONE = Alone()
+
+
+class PeerFailedError(RuntimeError):
+    """Another process of the group has failed, and raises the error that says why."""
