@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +17,14 @@ import pytest
 from small_models import write_model
 
 from mint.config import Settings
+from mint.engine import instruction_sets
 from mint.engine.cpu import build as native_build
-from mint.engine.cpu.build import COMPILERS, SOURCES, NativeBuild
+from mint.engine.cpu.build import COMPILERS, SOURCES, NativeBuild, sources_digest
+from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.machine_memory import keep_freed_memory
+from mint.engine.instruction_sets import instruction_set
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError
 
 needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -69,6 +74,38 @@ def test_other_flags_give_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
     before = set(NativeBuild(folder).libraries().values())
     monkeypatch.setattr(native_build, "FLAGS", UNOPTIMIZED)
     assert not before & set(NativeBuild(folder).libraries().values())
+
+
+@needs_compiler
+def test_their_identity_is_the_instructions_and_the_sources_but_for_comments(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = NativeKernels(folder).identity
+    assert re.fullmatch(rf"{instruction_set().name} \(kernels [0-9a-f]{{12}}\)", before)
+    assert sources_digest(instruction_set("portable")) != sources_digest(instruction_set())
+    copies = [Path(shutil.copy(source, tmp_path)) for source in SOURCES]
+    monkeypatch.setattr(native_build, "SOURCES", copies)
+    copies[0].write_text("/* another\n   comment */\n\n" + copies[0].read_text())
+    assert sources_digest(instruction_set()) in before
+    copies[0].write_text(copies[0].read_text() + "\nint another;")
+    assert sources_digest(instruction_set()) not in before
+    monkeypatch.undo()
+    monkeypatch.setattr(native_build, "FLAGS", UNOPTIMIZED)
+    assert sources_digest(instruction_set()) not in before
+
+
+def test_instructions_that_the_processor_does_not_have_are_refused_with_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(instruction_sets, "_features", lambda: instruction_sets.SETS[2].features)
+    assert instruction_set().name == "avx2"
+    with pytest.raises(InvalidRequestError, match=r"MINT_INSTRUCTIONS.*avx512.*choose one of avx2, portable"):
+        instruction_set("avx512")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert instruction_set().name == "neon"
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert instruction_set().name == "portable"
 
 
 @needs_compiler

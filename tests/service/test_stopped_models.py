@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from mint.cli.main import app
 from mint.engine.cpu.build import TESTED_HERE
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import AdamSpec, Engine
+from mint.engine.protocol import AdamSpec, Engine, LoraSpec
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import DamagedDataError, MintError, RecoveryDivergedError, StepRefusedError
 from mint.server.store.instances import ServerLock
@@ -277,6 +277,47 @@ def test_a_model_whose_base_has_other_numbers_stops_also_with_nothing_to_replay(
         harness.service.stop()
     harness = reopened(tmp_path, harness.session_id, engine())
     assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
+    harness.service.stop()
+
+
+class WithKernels(FakeEngine):
+    """As if it computed by the kernels in C of this identity."""
+
+    def __init__(self, identity: str) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
+        found = super().create_model(model_id, base, lora)
+        return {**found, "dtype": "float32", "attention": "native", "kernels": self._identity}
+
+
+@pytest.mark.parametrize("other", ["avx512 (kernels 1a2b)", "avx2 (kernels 3c4d)"])
+def test_a_model_that_other_kernels_trained_stops_and_names_both(tmp_path: Path, other: str) -> None:
+    own = "avx2 (kernels 1a2b)"
+    harness = Harness(open_service(tmp_path, engine=WithKernels(own), is_server=True))
+    model_id = harness.create_model()
+    digest = step(harness, model_id, 1)
+    harness.service.stop()
+
+    harness = reopened(tmp_path, harness.session_id, WithKernels(other))
+    error = failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    assert isinstance(error, RecoveryDivergedError)
+    assert f"MINT_INSTRUCTIONS={own}, and has MINT_INSTRUCTIONS={other} now" in str(error) and "--accept" in str(error)
+    done(model_id, "--retry", "--data-dir", str(tmp_path))
+    harness = reopened(tmp_path, harness.session_id, WithKernels(own))  # the setting was put back
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
+    harness.service.stop()
+
+    harness = reopened(tmp_path, harness.session_id, WithKernels(other))
+    failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    done(model_id, "--accept", "--data-dir", str(tmp_path))
+    harness = reopened(tmp_path, harness.session_id, WithKernels(other))
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
     harness.service.stop()
 
 

@@ -75,7 +75,14 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     with _lock:
         if engine is not None or options:
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
-        key = (folder, settings.models, settings.native, limits_of(settings), *_engine_settings(settings).items())
+        key = (
+            folder,
+            settings.models,
+            settings.native,
+            settings.instructions,
+            limits_of(settings),
+            *_engine_settings(settings).items(),
+        )
         if key in _running:
             _running[key].users += 1
         else:
@@ -126,7 +133,9 @@ def torch_engine(settings: Settings) -> TorchEngine:
 def _start_native_build(settings: Settings) -> NativeBuild | None:
     """Starts to compile the C kernels, if they are wanted; they are required only if the settings ask for them."""
     wanted = TESTED_HERE if settings.native is None else settings.native
-    return NativeBuild(settings.kernels_dir, required=settings.native is True) if wanted else None
+    if not wanted:
+        return None
+    return NativeBuild(settings.kernels_dir, required=settings.native is True, instructions=settings.instructions)
 
 
 def _engine_settings(settings: Settings) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mint.config import Settings
 from mint.engine.cpu.build import COMPILERS, TESTED_HERE, NativeBuild
 from mint.engine.cpu.build import REMEDY as COMPILER_REMEDY
 from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
-from mint.errors import MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError
 from mint.version import VERSION
 
 State = Literal["ok", "missing", "problem"]
@@ -99,11 +99,14 @@ def _kernels(settings: Settings) -> Check:
         return Check("kernels", "missing", f"not used on {sys.platform} {platform.machine()}, where torch's are")
     compilers = [path for name in COMPILERS if (path := shutil.which(name)) is not None]
     try:
-        libraries = NativeBuild(folder).libraries()
+        build = NativeBuild(folder, instructions=settings.instructions)
+        libraries = build.libraries()
+    except InvalidRequestError as error:
+        return Check("kernels", "problem", str(error), error.remedy)
     except MissingExtraError as error:
         return Check("kernels", "problem", str(error), COMPILER_REMEDY)
     by = f", by {compilers[0]}" if compilers else ""
-    return Check("kernels", "ok", f"{len(libraries)} libraries in {folder}{by}")
+    return Check("kernels", "ok", f"{len(libraries)} libraries of {build.identity} in {folder}{by}")
 
 
 def _memory() -> Check:

@@ -88,6 +88,7 @@ class DecoderBase(BaseModel):
             "engine": "torch",
             "implementation": "mint",
             "attention": operations.attention_name,
+            "kernels": operations.kernels_identity,
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": quantization,

@@ -1,7 +1,7 @@
 """Compiles the engine's kernels in C for this machine, in background threads while torch is imported.
 
-Libraries are cached in a folder by source, flags and processor. The compiler is not part of the key: its upgrade must
-not change the bits of a run in progress.
+Libraries are cached in a folder by source, flags and set of instructions. The compiler is not part of the key: its
+upgrade must not change the bits of a run in progress.
 
 A library is code that runs with the rights of its user. Therefore the folder is the user's own, and the name of each
 file ends in the checksum of its content: a file that is cut off, damaged or written by somebody else is compiled again.
@@ -13,15 +13,16 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
 from pathlib import Path
 
+from mint.engine.instruction_sets import InstructionSet, instruction_set
 from mint.errors import MissingExtraError
 
 log = logging.getLogger("mint.kernels")
@@ -32,7 +33,6 @@ HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-O2",
-    "-march=native",
     "-std=gnu11",
     "-shared",
     "-fPIC",
@@ -53,6 +53,7 @@ TESTED_HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether the kernels are tested on this kind of machine, so that they are used by default."""
 
 _WRITABLE_FOR_OTHERS = 0o022
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 
 REMEDY = "Install gcc or clang, or set MINT_NATIVE=0 to compute with torch's kernels"
 
@@ -60,14 +61,24 @@ REMEDY = "Install gcc or clang, or set MINT_NATIVE=0 to compute with torch's ker
 class NativeBuild:
     """The libraries of all sources. The constructor starts to compile those that are missing, in parallel."""
 
-    def __init__(self, folder: Path, *, required: bool = True) -> None:
+    def __init__(self, folder: Path, *, required: bool = True, instructions: str | None = None) -> None:
         """Compiles into `folder` what it does not have. If that fails, an engine does without unless they are
-        `required`."""
+        `required`. `instructions` is the name of a set; None: the fastest one that the processor has.
+
+        Raises:
+            InvalidRequestError: the processor does not have these instructions.
+        """
         self.required = required
+        self.instructions = instruction_set(instructions)
         # The threads are joined at exit, so that no compiler outlives the process.
         pool = ThreadPoolExecutor(len(SOURCES), thread_name_prefix="mint-compile")
-        self._parts = {source.stem: pool.submit(_library, folder, source) for source in SOURCES}
+        self._parts = {source.stem: pool.submit(_library, folder, source, self.instructions) for source in SOURCES}
         pool.shutdown(wait=False)
+
+    @property
+    def identity(self) -> str:
+        """What decides the bits of the kernels: the set of instructions, and the digest of sources and flags."""
+        return f"{self.instructions.name} (kernels {sources_digest(self.instructions)})"
 
     def libraries(self) -> dict[str, Path]:
         """Where each library is, by the name of its source without suffix; waits until all are there.
@@ -80,9 +91,16 @@ class NativeBuild:
         return {stem: part.result() for stem, part in self._parts.items()}
 
 
-def _library(folder: Path, source: Path) -> Path:
+def sources_digest(instructions: InstructionSet) -> str:
+    """The digest of all sources and of the compiler's flags. Comments and white space are left out: they change no
+    bit."""
+    texts = (re.sub(r"\s+", " ", _COMMENT.sub(" ", path.read_text())) for path in (*SOURCES, *HEADERS))
+    return _checksum("\n".join([*texts, *FLAGS, *instructions.flags]).encode())[:12]
+
+
+def _library(folder: Path, source: Path, instructions: InstructionSet) -> Path:
     """The library of a source, compiled if the folder has no sound one."""
-    key = _key(source)  # before it is compiled: an upgrade may replace the source meanwhile
+    key = _key(source, instructions)  # before it is compiled: an upgrade may replace the source meanwhile
     try:
         _make_private(folder)
         for library in sorted(folder.glob(f"{source.stem}-{key}-*.so")):
@@ -90,14 +108,16 @@ def _library(folder: Path, source: Path) -> Path:
                 return library
             log.warning("%s is not loaded but compiled again: %s", library, fault)
             library.unlink(missing_ok=True)
-        return _compile(folder, source, key)
+        return _compile(folder, source, key, instructions)
     except OSError as error:
         raise MissingExtraError(f"native kernels could not be kept in {folder}: {error}", remedy=REMEDY) from error
 
 
-def _key(source: Path) -> str:
-    """The checksum of the source, the headers, the flags and the processor of a library."""
-    made_of = "\n".join([*(path.read_text() for path in (source, *HEADERS)), *FLAGS, _processor()])
+def _key(source: Path, instructions: InstructionSet) -> str:
+    """The checksum of the source, the headers and the flags of a library, and of the machine for which it is
+    compiled."""
+    texts = (path.read_text() for path in (source, *HEADERS))
+    made_of = "\n".join([*texts, *FLAGS, *instructions.flags, sys.platform, platform.machine()])
     return _checksum(made_of.encode())
 
 
@@ -133,13 +153,13 @@ def _fault_of(library: Path) -> str | None:
     return None
 
 
-def _compile(folder: Path, source: Path, key: str) -> Path:
+def _compile(folder: Path, source: Path, key: str, instructions: InstructionSet) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place) / source.stem
-        command = [compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+        command = [compiler, *FLAGS, *instructions.flags, "-o", str(made), str(source), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -169,13 +189,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@cache
-def _processor() -> str:
-    """The processor's features, which decide what `-march=native` may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -42,7 +42,10 @@ class NativeKernels:
         Raises:
             MissingExtraError: there is no C compiler, or it refuses.
         """
-        places = (NativeBuild(build) if isinstance(build, Path) else build).libraries()
+        native = NativeBuild(build) if isinstance(build, Path) else build
+        places = native.libraries()
+        self.identity = native.identity
+        """What decides their bits: see `NativeBuild.identity`."""
         libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
         self.threads = NativeThreads(libraries.pop("threads"))
         self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}

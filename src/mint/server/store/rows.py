@@ -23,7 +23,12 @@ REPLAY_ACCEPTED = "accepted"
 REPLAY_LOST = "lost"
 """The request is not replayed: it counts as failed, though its client has its result."""
 
-BASE_NUMBERS = {"dtype": "MINT_DTYPE", "quantization": "MINT_QUANTIZE", "attention": "MINT_NATIVE"}
+BASE_NUMBERS = {
+    "dtype": "MINT_DTYPE",
+    "quantization": "MINT_QUANTIZE",
+    "attention": "MINT_NATIVE",
+    "kernels": "MINT_INSTRUCTIONS",
+}
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
 _KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)"}
@@ -66,12 +71,14 @@ def settings_sha256(base_model: str | None, lora: dict[str, Any] | None, seed_gi
 def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
     """The variables that decide a base model's numbers, and the values that took effect; None if not known.
 
-    Without `MINT_NATIVE` if the model runs in transformers, which has no kernels to choose.
+    Without `MINT_NATIVE` if the model runs in transformers, which has no kernels to choose; without `MINT_INSTRUCTIONS`
+    where no kernels in C compute, or an older mint wrote the row.
     """
     if effective is None or "dtype" not in effective:
         return None
     values = {name: effective.get(name) or "none" for name in BASE_NUMBERS}
     values["attention"] = _KERNELS.get(values["attention"])
+    values["kernels"] = effective.get("kernels")
     return {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
 
 
