@@ -355,6 +355,11 @@ def _variables() -> set[str]:
     return {name if name.startswith("MINT_") else f"MINT_{name}" for name in client} | served | _RL_VARIABLES.keys()
 
 
+def environment_of(home: Path) -> dict[str, str]:
+    """The environment of a process of mint whose data lies in `home`: this one's, with another `MINT_HOME`."""
+    return {**os.environ, "MINT_HOME": str(home)}
+
+
 def rl_variables() -> dict[str, str | int | float]:
     """The settings of an RL run in the environment, by the names of `RLConfig`; without the variables that are not set.
 

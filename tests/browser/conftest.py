@@ -50,8 +50,8 @@ def train(home: Path, name: str, adapter: Any, config: RLConfig, **settings: Any
 
 @pytest.fixture(scope="session")
 def server(home: Path) -> Iterator[tuple[str, int]]:
-    """`mint dashboard` over the home: its address and process id."""
-    with started("dashboard", "--data-dir", str(home), "--port", "0", home=home) as found:
+    """`mint dashboard` over the home, whose pages may start runs: its address and process id."""
+    with started("dashboard", "--data-dir", str(home), "--port", "0", "--start-runs", home=home) as found:
         yield found
 
 

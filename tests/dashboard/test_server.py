@@ -20,8 +20,8 @@ from waiting import HANG_S, wait_until
 import mint
 from mint.cli.main import app
 from mint.dashboard.app import HEADERS, ROUTES
-from mint.dashboard.bisect_jobs import BisectJobs
 from mint.dashboard.finding_evidence import EVIDENCE
+from mint.dashboard.jobs.bisect_jobs import BisectJobs
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_readers import RunReaders
 from mint.errors import InvalidRequestError, OverloadedError, RequestFailedError
@@ -322,9 +322,15 @@ def test_no_route_is_there_twice_and_all_but_the_door_ask_who_comes() -> None:
     rows = [(row.method, row.path) for row in ROUTES]
     assert len(rows) == len(set(rows))
     assert {row.path for row in ROUTES if row.is_open} == {"/login", "/logout", "/assets/{file}", "/favicon.ico"}
-    changes = {f"{API}/runs/{{run}}/{what}" for what in ("bisect", "labels", "stop", "delete")}
+    changes = {f"{API}/runs/{{run}}/{what}" for what in ("bisect", "labels", "stop", "resume", "evaluate", "delete")}
     restore = f"{API}/deleted/{{entry}}/restore"
-    assert {row.path for row in ROUTES if row.method == "POST"} == {"/login", "/logout", restore, *changes}
+    assert {row.path for row in ROUTES if row.method == "POST"} == {
+        "/login",
+        "/logout",
+        restore,
+        f"{API}/launches",
+        *changes,
+    }
 
 
 # --- what needs more than files ------------------------------------------------------------------------------------

@@ -17,25 +17,40 @@ def dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8501,
     host: Annotated[str, typer.Option(help="another address requires API keys of the data directory")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
+    start_runs: Annotated[
+        bool, typer.Option("--start-runs", help="let the pages start, resume and evaluate runs of mint's own tasks")
+    ] = False,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="with --start-runs: another task, path.py:Class or file:PATH; repeatable"),
+    ] = None,
 ) -> None:
     """Shows runs in a browser, during the run and after it.
 
     `mint serve` shows the runs of its own data directory without this command.
     """
     from mint.compose.dashboard_server import serve_dashboard
+    from mint.compose.page_commands import RunCommands
     from mint.config import read_settings  # deferred: `mint --help` answers at once
 
     try:
+        tasks = task or []
+        if tasks and not start_runs:
+            remedy = "Add --start-runs, or leave it out"
+            raise InvalidRequestError("is only for --start-runs", field="--task", value=tasks[0], remedy=remedy)
         extra = [folder.expanduser() for folder in folders or []]
         for folder in extra:
             if not folder.is_dir():
                 raise InvalidRequestError("is not a folder", field="FOLDERS", value=folder, remedy="Name a run folder")
+        settings = read_settings()
+        home = (data_dir or settings.home_dir).expanduser().resolve()
         serve_dashboard(
-            data_dir or read_settings().home_dir,
+            home,
             extra,
             host=host,
             port=port,
             open_browser=open_browser,
+            commands=RunCommands(settings, home, tasks=tasks) if start_runs else None,
             announce=typer.echo,
         )
     except MintError as error:

@@ -98,3 +98,7 @@ def main(
         fail(error)
     if unknown:
         typer.echo(f"warning: {', '.join(unknown)} in the environment: mint reads no such variable", err=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -23,8 +23,10 @@ from starlette.types import ASGIApp
 from mint.client.service_client import ServiceClient
 from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.compose.http_server import HttpServer, http_config, url_of
+from mint.config import environment_of
 from mint.dashboard.app import create_app
-from mint.dashboard.bisect_jobs import Search
+from mint.dashboard.jobs.bisect_jobs import Search
+from mint.dashboard.jobs.launches import PageCommands
 from mint.dashboard.login import AccessCheck, Login, Visitor
 from mint.dashboard.state import DashboardState
 from mint.errors import InvalidRequestError
@@ -122,16 +124,18 @@ def serve_dashboard(
     host: str,
     port: int,
     open_browser: bool = False,
+    commands: PageCommands | None = None,
     announce: Callable[[str], None],
 ) -> None:
-    """Serves the pages over the runs of a data directory and further folders, until a signal.
+    """Serves the pages over the runs of a data directory and further folders, until a signal. With `commands` the
+    pages start, resume and evaluate runs.
 
     On this machine it asks for no key. Elsewhere for those of the data directory, and it does not start without any.
 
     Raises:
         InvalidRequestError: others could reach it and no key would keep them out; or the address cannot be used.
     """
-    server = DashboardServer(data_dir, extra, host=host, port=port)
+    server = DashboardServer(data_dir, extra, host=host, port=port, commands=commands)
 
     def started() -> None:
         announce(server.line)
@@ -145,7 +149,15 @@ def serve_dashboard(
 class DashboardServer:
     """The pages behind a socket."""
 
-    def __init__(self, data_dir: Path, extra: Sequence[Path] = (), *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        extra: Sequence[Path] = (),
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        commands: PageCommands | None = None,
+    ) -> None:
         """Same as `serve_dashboard`."""
         folder = data_dir.expanduser().resolve()
         is_local = auth.is_loopback(host)
@@ -160,6 +172,8 @@ class DashboardServer:
             [folder, *extra],
             access=AccessCheck(screen_of(access), login),
             search=_search(lambda _visitor: ServiceClient(data_dir=folder)),
+            commands=commands,
+            environment=lambda: environment_of(folder),
         )
         app = create_app(self.dashboard, sampling=self._embedded)
         self._http = HttpServer(http_config(app, drain_s=DRAIN_S), self.dashboard.close)

@@ -251,6 +251,11 @@ def bisection(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     return dashboard.bisections.state(name)
 
 
+def launches(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """What the pages have started, newest first, and how it goes."""
+    return {"launches": dashboard.launches.entries()}
+
+
 def service(dashboard: DashboardState, request: Request) -> Mapping[str, Any]:
     """The numbers of the service, if one runs in this process."""
     return {"available": False} if dashboard.service is None else dashboard.service()
@@ -274,6 +279,21 @@ def stop(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, 
         raise InvalidRequestError("is not running", field="run", value=name, remedy="There is nothing to stop")
     request_stop(dashboard.readers.folders.folder(name))
     return {"summary": dashboard.readers.summary(name)}
+
+
+def start(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Starts a run, with the recipe, task and settings of the body."""
+    return {"launch": dashboard.launches.start(_parse_json(body))}
+
+
+def resume(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Goes on with a run that has ended."""
+    return {"launch": dashboard.launches.resume(request.path_params["run"])}
+
+
+def evaluate(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:
+    """Evaluates a checkpoint of a run on its task."""
+    return {"launch": dashboard.launches.evaluate(request.path_params["run"], _parse_json(body))}
 
 
 def delete(dashboard: DashboardState, request: Request, body: bytes) -> dict[str, Any]:

@@ -32,7 +32,17 @@ def runs(dashboard: DashboardState, request: Request) -> str:
     kept = {name: value for name, value in request.query_params.items() if name != "offset"}
     before, after = (urlencode({**kept, "offset": max(0, query.offset + by)}) for by in (-query.limit, query.limit))
     summaries = [asdict(run) for run in page.runs]
-    return _write(dashboard, "runs", None, listed=page, query=query, before=before, after=after, summaries=summaries)
+    return _write(
+        dashboard,
+        "runs",
+        None,
+        listed=page,
+        query=query,
+        before=before,
+        after=after,
+        summaries=summaries,
+        choices=dashboard.launches.choices(),
+    )
 
 
 def run(dashboard: DashboardState, request: Request) -> str:
@@ -135,8 +145,10 @@ def _of_run(dashboard: DashboardState, request: Request, page: str, **values: An
 
 
 def _write(dashboard: DashboardState, page: str, run: str | None, *, template: str | None = None, **values: Any) -> str:
+    asks_keys = dashboard.access.login is not None
+    can_start = dashboard.launches.can_start
     return _template(template or page).render(
-        page=page, run=run, version=VERSION, asks_keys=dashboard.access.login is not None, **values
+        page=page, run=run, version=VERSION, asks_keys=asks_keys, can_start=can_start, **values
     )
 
 

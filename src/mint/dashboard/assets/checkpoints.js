@@ -3,6 +3,7 @@
 
 import { beginChat, chatWith } from "./chat.js";
 import { beginCompare } from "./checkpoint_compare.js";
+import { launch } from "./launches.js";
 import { el, find, findAll, fixed, getJson, pageData, postJson, runPath, shortcut, showError, walkRows } from "./common.js";
 
 const POLL_MS = 1000;
@@ -23,7 +24,17 @@ async function copy(button) {
 }
 
 for (const button of findAll("[data-copy]")) button.addEventListener("click", () => copy(button));
+for (const button of findAll("[data-evaluate]")) button.addEventListener("click", () => evaluate(button));
 for (const button of findAll("[data-chat]")) button.addEventListener("click", () => chatWith(button.dataset.chat));
+
+async function evaluate(button) {
+  const place = find("[data-cell=reading]", button.closest("tr"));
+  const ended = await launch(runPath(run, "evaluate"), { checkpoint: button.dataset.evaluate }, place);
+  if (ended?.result) place.textContent = Object.entries(ended.result).map(readingText).join(" · ");
+}
+
+const readingText = ([temperature, { mean, low, high, n }]) =>
+  `${temperature === "0" ? "greedy" : `temperature ${temperature}`}: ${fixed(mean)} [${fixed(low)}, ${fixed(high)}], n ${n}`;
 
 /** Checkpoints are known to people by their steps. @param {string} path */
 function nameOf(path) {

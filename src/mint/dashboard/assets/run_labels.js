@@ -1,6 +1,8 @@
-// What a reader changes in one run, on its page: title, tags, note and archive; its end, and its deletion.
+// What a reader changes in one run, on its page: title, tags, note and archive; its end, its
+// continuation, and its deletion.
 
 import { el, find, postJson, runPath, showError } from "./common.js";
+import { launch } from "./launches.js";
 
 /** Sets up the form. @param {string} run */
 export function beginLabels(run) {
@@ -28,6 +30,7 @@ export function beginLabels(run) {
       showError(error);
     }
   });
+  find("#resume-run")?.addEventListener("click", () => launch(runPath(run, "resume"), {}, find("#resume-state")));
   find("#delete-run").addEventListener("click", async () => {
     try {
       const { entry } = await postJson(runPath(run, "delete"), {});

@@ -5,6 +5,7 @@ import {
   age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
   isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, walkRows,
 } from "./common.js";
+import { beginStart } from "./launches.js";
 
 /**
  * @typedef {{name: string, state: string, task: string, base_model: string, step: number, steps: number,
@@ -273,6 +274,7 @@ function offerUndo() {
 
 showSort();
 offerUndo();
+beginStart();
 await refresh();
 listen("runs/events", { runs: refresh }, { opened: refresh });
 setInterval(() => known.forEach(({ row, run }) => (find("[data-cell=age]", row).textContent = age(run.began_at))), 15000);
