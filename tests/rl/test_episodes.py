@@ -423,6 +423,8 @@ class Faulty(Chatty):
             return MessageStepResult(1.0, parts={"a": 0.5})
         if self.fault == "nonsense":
             return MessageStepResult(0.0, episode_done=False, next_messages=[{"role": 7}])
+        if self.fault == "arguments in another order":
+            return MessageStepResult(0.0, {}, False, ASK)  # type: ignore[arg-type]
         if self.fault == "words as parts":
             return MessageStepResult(0.0, parts={"a": "b"})  # type: ignore[dict-item]
         return super().step(message)
@@ -439,6 +441,7 @@ FAULTS = {
     "infinite": "finite",
     "wrong parts": "add up",
     "nonsense": "is no message",
+    "arguments in another order": "MessageStepResult.episode_done = {}: is no bool",
     "words as parts": "TypeError",
 }
 

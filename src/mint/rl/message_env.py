@@ -8,7 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
+
+import numpy as np
+
+from mint.errors import InvalidRequestError
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "…"}`, as chat templates take it; an assistant's message may hold `tool_calls`."""
@@ -33,6 +37,26 @@ class MessageStepResult:
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tool_calls: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError for a field of another kind, as after arguments in another order."""
+        expected = {
+            "reward": (SupportsFloat, "number"),
+            "episode_done": (bool | np.bool_, "bool"),
+            "next_messages": (list | tuple, "list of messages"),
+            "parts": (Mapping, "mapping"),
+            "metrics": (Mapping, "mapping"),
+            "tool_calls": (int, "whole number"),
+        }
+        for name, (kind, words) in expected.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidRequestError(
+                    f"is no {words}",
+                    field=f"MessageStepResult.{name}",
+                    value=value,
+                    remedy="The order is reward, episode_done, next_messages, parts, metrics; or name the arguments",
+                )
 
 
 class MessageEnv(ABC):
