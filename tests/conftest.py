@@ -6,6 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("mint", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("mint")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell that starts something in the background makes it deaf to Ctrl-C, and all that it starts in its turn
