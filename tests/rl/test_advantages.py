@@ -84,6 +84,25 @@ def test_every_estimator_gives_the_textbook_numbers() -> None:
     assert found["std_batch"] == pytest.approx(centred / (batch.std(ddof=1) + 1e-4))
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_leave_one_out_is_unbiased_and_the_centred_gradient_is_too_small_by_a_factor(count: int) -> None:
+    """Expected gradients of a policy with three answers, by summation over all groups (arXiv 2402.14740)."""
+    policy = np.array([0.2, 0.5, 0.3])
+    rewards = np.array([1.0, -0.5, 0.25])
+    scores = np.eye(3) - policy  # row a: the gradient of log policy[a] by the logits
+    exact = policy * (rewards - policy @ rewards)
+
+    def expected(estimator: AdvantageName) -> np.ndarray:
+        total = np.zeros(3)
+        for answers in map(list, itertools.product(range(3), repeat=count)):
+            advantages = group_advantages(rewards[answers], estimator)
+            total += policy[answers].prod() * (advantages @ scores[answers]) / count
+        return total
+
+    np.testing.assert_allclose(expected("rloo"), exact, atol=1e-12)
+    np.testing.assert_allclose(expected("center"), exact * (count - 1) / count, atol=1e-12)
+
+
 def test_reinforce_plus_plus_normalizes_over_the_whole_batch() -> None:
     """Both variants of arXiv 2501.03262, and one with a baseline of the user's own, in plain numpy."""
     rng = np.random.default_rng(2)
