@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -206,12 +207,16 @@ def test_a_few_successes_are_enough_to_start_from(service: mint.ServiceClient) -
 
 def test_a_coin_is_no_reward(service: mint.ServiceClient) -> None:
     class Coin(Arithmetic):
+        """Thrown for each answer to an item and each time that it is graded; the order of grading does not matter."""
+
         def __init__(self) -> None:
             super().__init__()
-            self.random = random.Random(0)
+            self.times = Counter[tuple[str, str]]()
 
         def compute_reward(self, response: str, item: Problem) -> float:
-            return float(self.random.random() < 0.5)
+            asked = (repr(item), response)
+            self.times[asked] += 1
+            return float(random.Random(f"{asked} {self.times[asked]}").random() < 0.5)
 
     assert examined(Coin(), service).verdict == "unlearnable"
 

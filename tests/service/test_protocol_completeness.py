@@ -46,7 +46,9 @@ def open_session(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 def made_model(http: httpx.Client) -> str:
     body = {"session_id": open_session(http)["session_id"], "model_seq_id": 0, "base_model": BASE}
     promise = http.post("create_model", json=body).raise_for_status().json()
-    return http.post("retrieve_future", json={"request_id": promise["request_id"]}).json()["model_id"]
+    while "model_id" not in (made := http.post("retrieve_future", json={"request_id": promise["request_id"]}).json()):
+        assert made["type"] == "try_again", made
+    return made["model_id"]
 
 
 def blocked(harness: Harness) -> threading.Event:

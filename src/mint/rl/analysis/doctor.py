@@ -50,6 +50,9 @@ FIXED_REPLIES = 16
 FIXED_ITEMS = 16
 """The replies that earned most are graded on this many prompts each; the best of them is then graded on the others."""
 
+GRADED_AGAIN = 256
+"""At least as many completions are graded a second time, where there are as many."""
+
 HISTOGRAM_BINS = 11
 
 
@@ -269,7 +272,10 @@ def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float],
     task = prober.task
     if not isinstance(task, RLAdapter):
         return [], 0.0
-    firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
+    for_each_group = math.ceil(GRADED_AGAIN / len(groups)) if groups else 0
+    firsts: list[tuple[Group, Rollout]] = [
+        (group, rollout) for group in groups for rollout in group.graded[:for_each_group]
+    ]
     again = prober.grades(task, [(rollout.text, group.item) for group, rollout in firsts])
     pairs = [
         (rollout.reward, grade.reward)
