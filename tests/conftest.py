@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mint.config import shorten_thread_spinning
+
 settings.register_profile("mint", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("mint")
+
+# also for tests that make an engine by themselves: the processes of a test run share few cores
+shorten_thread_spinning()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell that starts something in the background makes it deaf to Ctrl-C, and all that it starts in its turn
