@@ -1,0 +1,109 @@
+"""The container images: what their file names is there, and its RUN steps install a mint that works.
+
+No test here builds an image, which needs a daemon and base images. The slow test runs the steps of the image for CPUs
+in a folder instead of a container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mint.config import ServeSettings
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "deploy" / "Dockerfile"
+KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "STOPSIGNAL", "USER"}
+KNOWN |= {"VOLUME", "WORKDIR"}
+
+
+def read_stages() -> dict[str, list[tuple[str, str]]]:
+    """Stage → its instructions: (name, arguments), with continued lines joined and comments left out."""
+    lines = [line for line in FILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    stages: dict[str, list[tuple[str, str]]] = {}
+    steps: list[tuple[str, str]] = []
+    for line in filter(None, joined.splitlines()):
+        name, _, arguments = line.partition(" ")
+        if name == "FROM":
+            steps = stages.setdefault(arguments.rpartition(" AS ")[2], [])
+        steps.append((name, arguments.strip()))
+    return stages
+
+
+STAGES = read_stages()
+
+
+def arguments_of(stage: str, name: str) -> list[str]:
+    return [arguments for instruction, arguments in STAGES[stage] if instruction == name]
+
+
+def test_there_is_an_image_for_cpus_and_one_for_gpus() -> None:
+    assert list(STAGES) == ["base", "wheel", "cpu", "cuda"]
+    assert {name for steps in STAGES.values() for name, _ in steps} <= KNOWN
+    for target in ("cpu", "cuda"):
+        assert arguments_of(target, "FROM") == [f"base AS {target}"]
+        assert arguments_of(target, "USER")[-1].isdecimal(), "a number, so that hosts can check that it is not root"
+        assert (
+            f"--target {target}" in FILE.read_text()
+            and f"--target {target}" in (ROOT / "docs/operations.md").read_text()
+        )
+
+
+def test_everything_that_is_copied_is_there_and_in_the_context() -> None:
+    kept = {line[1:] for line in (FILE.parent / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"}
+    copied = [
+        source
+        for steps in STAGES.values()
+        for name, arguments in steps
+        if name == "COPY" and not arguments.startswith("--from")
+        for source in arguments.split()[:-1]
+    ]
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists() and source.partition("/")[0] in kept, source
+
+
+def test_the_image_serves_with_settings_that_mint_reads_and_asks_a_route_that_needs_no_key() -> None:
+    assert json.loads(arguments_of("base", "ENTRYPOINT")[0]) == ["mint"]
+    assert json.loads(arguments_of("base", "CMD")[0]) == ["serve"]
+    environment = dict(word.partition("=")[::2] for word in arguments_of("base", "ENV")[0].split())
+    served = {name.removeprefix("MINT_SERVE_").lower() for name in environment if name.startswith("MINT_SERVE_")}
+    assert served == {"host", "log_format"} and served <= ServeSettings.model_fields.keys()
+    assert "127.0.0.1:8500/healthz" in arguments_of("base", "HEALTHCHECK")[0]
+    assert arguments_of("base", "EXPOSE") == [str(ServeSettings.model_fields["port"].default)]
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_image_for_cpus_install_a_mint_that_works(tmp_path: Path) -> None:
+    """Every RUN of the stages `wheel` and `cpu`, with the folders of the image below a temporary one. Debian's packages
+    and the user of the image are left out, and torch comes from the index that pip uses here."""
+    venv, wheels = tmp_path / "mint", tmp_path / "wheels"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    (venv / "cpu.txt").write_text((ROOT / "constraints" / "cpu.txt").read_text())
+    index = subprocess.run(
+        [venv / "bin" / "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+        "TORCH_INDEX": index or "https://pypi.org/simple",
+        "MINT_HOME": str(tmp_path / "data"),
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", source], input=archive, check=True)
+    for stage in ("wheel", "cpu"):
+        for step in arguments_of(stage, "RUN"):
+            placed = step.replace("/opt/mint", str(venv)).replace("/wheels", str(wheels))
+            subprocess.run(["sh", "-ec", placed], cwd=source, env=environment, check=True)
+    version = subprocess.run(["mint", "--version"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert version.startswith("mint ")
+    checked = subprocess.run(["mint", "serve", "--check", "--host", "127.0.0.1"], env=environment, check=False)
+    assert checked.returncode == 0
