@@ -42,7 +42,6 @@ HOMES: dict[str, frozenset[str]] = {
             "engine/bases",
             "models/gguf_folder.py",
             "models/transformers_progress.py",
-            "server/openai/rendering_process.py",
         }
     ),
     "matplotlib": frozenset({"rl/tracking/plot.py"}),

@@ -31,6 +31,7 @@ _CUT = "mint-cuts-here"
 def render_conversation(
     template: str,
     conversation: Sequence[Any],
+    /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,

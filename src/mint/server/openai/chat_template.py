@@ -64,12 +64,10 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
             )
         found = _render_beside(
             {
-                **tokenizer.special_tokens_map,
-                **variables,
-                "conversations": [messages],
+                "template": template,
+                "conversation": messages,
                 "tools": tools,
-                "chat_template": template,
-                "add_generation_prompt": True,
+                "variables": {**tokenizer.special_tokens_map, **variables},
             },
             limit_s,
         )

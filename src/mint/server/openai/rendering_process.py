@@ -1,8 +1,8 @@
 """The process beside the server that renders chat templates, within limits on memory and on the length of the text.
 
-A template comes with a model, so it may be a stranger's program. Transformers renders it in jinja's sandbox: it cannot
-import, read files, or reach the attributes of Python's objects. The server limits its time. Arguments: the socket, the
-bytes of memory beyond what the process has when it starts, the characters. Knows no service, and no tokenizer.
+A template comes with a model, so it may be a stranger's program. It is rendered in jinja's sandbox: it cannot import,
+read files, or reach the attributes of Python's objects. The server limits its time. Arguments: the socket, the bytes of
+memory beyond what the process has when it starts, the characters. Knows no service, and loads no tokenizer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from mint.server.child_process import READY
+from mint.tokenizer.chat_template import render_conversation
 
 MAX_ERROR_CHARACTERS = 500
 
@@ -24,7 +23,13 @@ MAX_ERROR_CHARACTERS = 500
 def render(task: dict[str, Any], max_characters: int) -> dict[str, str]:
     """`{"text"}` for a conversation, else `{"error"}` or, for one that takes too much, `{"excess"}`, in words."""
     try:
-        [text], _ = render_jinja_template(**task)
+        text = render_conversation(
+            task["template"],
+            task["conversation"],
+            tools=task["tools"],
+            add_generation_prompt=True,
+            **task["variables"],
+        )
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - the boundary: a template is a program from elsewhere and may raise anything
