@@ -4,6 +4,7 @@
 
 stale      sampling weights that are 4 steps old, at 4/3 of the learning rate of the math demo
 older      sampling weights that are 8 steps old; one arm takes the samples for those of the newest weights
+dual       ppo with sampling weights that are 8 steps old, at 4/3 of the learning rate of the math demo
 ahead      rewards that take 2 s: in turns with training, and at most 1 and 3 steps ahead of it
 overlong   a reward that grows with the length, and a limit that cuts answers off
 entropy    math at a learning rate that collapses the entropy
@@ -14,8 +15,12 @@ seldom     one item in eight can be solved, so that most groups have no signal
 epochs     as many samples, trained on up to four times
 pairs      groups of 2, of which most are all right or all wrong
 ragged     groups of 4 whose grader fails on two of three completions
+penalized  groups of 2 with a KL penalty, which must be weighed against the reward
+scaled     a right answer earns 0.1, beside a KL penalty
+schedules  a KL penalty that holds the policy where it began
 lengths    a grader that reads the first six words alone, so that a reply may be of any length
 turns      episodes of two replies: chance pays for the first, and the second earns less
+rounds     episodes of five replies: chance pays for the first, and each of the others earns less
 tail       sampling at temperature 1.5, with and without top_p
 
 All arms of a case see the same items and seeds. An arm's interval is that of the held-out answers of all its seeds.
@@ -24,10 +29,7 @@ All arms of a case see the same items and seeds. An arm's interval is that of th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import random
-import re
 import sys
 import tempfile
 import time
@@ -38,201 +40,23 @@ from typing import Any
 
 import numpy as np
 
-from mint.recipes.chat import ChatAdapter
-from mint.recipes.datasets.chat_questions import ChatQuestion, fitting, words_of
-from mint.recipes.math import DEMO, MathAdapter
-from mint.rl import Group, MessageEnvAdapter, Reward, RLAdapter, RLConfig, run_grpo
+from benchmarks.learning.algorithm_tasks import (
+    Counting,
+    ManyRounds,
+    OneTurnMatters,
+    Ragged,
+    Rare,
+    Rarer,
+    Seldom,
+    SlowMath,
+    Tempting,
+    math,
+    opening,
+    small_opening,
+)
+from mint.recipes.math import DEMO
+from mint.rl import Group, MessageEnvAdapter, RLAdapter, RLConfig, run_grpo
 from mint.rl.estimate import interval
-from mint.rl.message_env import Message, MessageEnv, MessageStepResult
-
-
-class Sums(RLAdapter):
-    """The items and prompts of the math task."""
-
-    def __init__(self, seed: int) -> None:
-        self.math = MathAdapter(seed=seed)
-
-    def build_dataset(self) -> Sequence[Any]:
-        """The items of the math task."""
-        return self.math.build_dataset()
-
-    def build_heldout(self) -> Sequence[Any]:
-        """Those of the math task."""
-        return self.math.build_heldout()
-
-    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
-        """The prompt of the math task."""
-        return self.math.make_prompt(item, tokenizer)
-
-    def close(self) -> None:
-        """Ends the processes of the math task."""
-        self.math.close()
-
-
-class SlowMath(Sums):
-    """The math task; a reward takes 2 s more."""
-
-    async def compute_reward(self, response: str, item: Any) -> Reward | float:
-        """The math reward after the wait."""
-        await asyncio.sleep(2.0)
-        return await asyncio.to_thread(self.math.compute_reward, response, item)
-
-
-class Counting(Sums):
-    """Pays for each digit, up to 24; the policy learns long answers, up to the limit."""
-
-    def compute_reward(self, response: str, item: Any) -> float:
-        """The share of 24 digits."""
-        return min(24, len(re.findall(r"\d", response))) / 24
-
-
-class Rare(Sums):
-    """Pays for an answer that is ten too large, which the model gives in about one of 100; 32 items."""
-
-    def build_dataset(self) -> Sequence[Any]:
-        """The first 32 sums without a carry. They come back every second step."""
-        return [item for item in self.math.build_dataset() if self._is_without_carry(item)][:32]
-
-    def build_heldout(self) -> Sequence[Any]:
-        """Others of that kind."""
-        return [item for item in self.math.build_heldout() if self._is_without_carry(item)]
-
-    def compute_reward(self, response: str, item: Any) -> float:
-        """1 for the value and ten."""
-        return float(response.strip() == str(item.value + 10))
-
-    def _is_without_carry(self, item: Any) -> bool:
-        return item.op == "+" and item.a % 10 + item.b % 10 < 10
-
-
-class Seldom(Sums):
-    """Seven of eight training items are never solved: the grader wants a number that the model cannot give."""
-
-    def build_dataset(self) -> Sequence[Any]:
-        """All items; `compute_reward` says which can be solved."""
-        return [(place % 8 == 0, item) for place, item in enumerate(self.math.build_dataset())]
-
-    def build_heldout(self) -> Sequence[Any]:
-        """Items that can be solved."""
-        return [(True, item) for item in self.math.build_heldout()]
-
-    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
-        """The prompt of the math task."""
-        return self.math.make_prompt(item[1], tokenizer)
-
-    def item_key(self, item: Any) -> str:
-        """The question."""
-        return self.math.item_key(item[1])
-
-    def compute_reward(self, response: str, item: Any) -> float:
-        """1 for the right number, of an item that can be solved."""
-        possible, problem = item
-        return float(possible and response.strip() == problem.answer)
-
-
-class Ragged(Sums):
-    """The math task with a grader that fails on two of three completions; held-out items are always graded."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._drawn = random.Random(f"ragged {seed}")
-        self._graded_always = {self.math.item_key(item) for item in self.build_heldout()}
-
-    def compute_reward(self, response: str, item: Any) -> Reward | float:
-        """The math reward, or an error."""
-        if self.math.item_key(item) not in self._graded_always and self._drawn.random() < 2 / 3:
-            raise TimeoutError("the judge is away")
-        return self.math.compute_reward(response, item)
-
-
-class Opening(ChatAdapter):
-    """Pays for a reply that has the thing's trait among its first six words, whatever follows them."""
-
-    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
-        """0 or 1."""
-        return Reward(float(item.thing.trait in words_of(response)[:6]))
-
-
-class Lottery(MessageEnv):
-    """Asks about a thing twice. The first reply earns `prize`, the second 1 if it has a word that fits the thing."""
-
-    def __init__(self, asked: ChatQuestion, prize: float) -> None:
-        self.asked = asked
-        self.prize = prize
-        self.turn = 0
-
-    def initial_observation(self) -> Sequence[Message]:
-        """The question."""
-        return self.asked.messages
-
-    def step(self, message: Message) -> MessageStepResult:
-        """The prize and the question again, then what the second reply earns."""
-        self.turn += 1
-        if self.turn == 1:
-            return MessageStepResult(self.prize, False, [self.asked.messages[-1]])
-        return MessageStepResult(float(fitting(str(message["content"]), self.asked)))
-
-
-class OneTurnMatters(MessageEnvAdapter):
-    """Episodes of `Lottery`; without a prize where they are held out."""
-
-    PRIZE = 4.0
-    reward_range = (0.0, 1.0 + PRIZE)
-
-    def __init__(self, seed: int) -> None:
-        self.chat = ChatAdapter(seed=seed)
-        self._drawn = random.Random(f"lottery {seed}")
-        self._without = {self.chat.item_key(item) for item in self.build_heldout()}
-
-    def build_dataset(self) -> Sequence[ChatQuestion]:
-        """The questions of the chat task."""
-        return self.chat.build_dataset()
-
-    def build_heldout(self) -> Sequence[ChatQuestion]:
-        """Its held-out questions."""
-        return self.chat.build_heldout()
-
-    def item_key(self, item: ChatQuestion) -> str:
-        """The message."""
-        return self.chat.item_key(item)
-
-    def make_env(self, item: ChatQuestion) -> MessageEnv:
-        """One episode."""
-        wins = self.chat.item_key(item) not in self._without and self._drawn.random() < 0.5
-        return Lottery(item, self.PRIZE if wins else 0.0)
-
-
-class Rarer(Sums):
-    """Pays for the difference and 20, which the model gives in about one of 500 completions at temperature 1.3."""
-
-    def build_dataset(self) -> Sequence[Any]:
-        """16 subtractions. Each comes back every second step of 8 items."""
-        return [item for item in self.math.build_dataset() if is_subtraction(item)][:16]
-
-    def build_heldout(self) -> Sequence[Any]:
-        """Others of that kind."""
-        return [item for item in self.math.build_heldout() if is_subtraction(item)]
-
-    def compute_reward(self, response: str, item: Any) -> float:
-        """1 for the value and 20."""
-        return float(response.strip() == str(item.value + 20))
-
-
-class Tempting(Rarer):
-    """The same, and half the reward for the right difference, which half of the completions give."""
-
-    def build_dataset(self) -> Sequence[Any]:
-        """All subtractions."""
-        return [item for item in self.math.build_dataset() if is_subtraction(item)]
-
-    def compute_reward(self, response: str, item: Any) -> float:
-        """0, a half, or 1."""
-        return max(super().compute_reward(response, item), 0.5 * (response.strip() == item.answer))
-
-
-def is_subtraction(item: Any) -> bool:
-    """Whether the item is a subtraction whose result is at least 10."""
-    return item.op == "-" and item.value >= 10
 
 
 def uncorrected(logprobs: Any, sampled_logprobs: Any, advantages: Any, weights: Any) -> Any:
@@ -258,16 +82,6 @@ class Case:
     settings: dict[str, Any]
     arms: dict[str, dict[str, Any]]
     shown: tuple[str, ...]
-
-
-def math(seed: int) -> RLAdapter:
-    """The math task."""
-    return MathAdapter(seed=seed)
-
-
-def opening(seed: int) -> RLAdapter:
-    """The chat task that reads the opening alone."""
-    return Opening(seed=seed)
 
 
 STALE = {"max_staleness": 4, "staleness": "exactly", "learning_rate": 4e-3}
@@ -302,6 +116,12 @@ CASES = {
             "IcePop": {"correction": "token_mask", "correction_high": 5.0},
         },
         ("train/kl_k2", "correction/masked_share"),
+    ),
+    "dual": Case(
+        math,
+        {"max_staleness": 8, "staleness": "exactly", "learning_rate": 4e-3, "loss_fn": "ppo"},
+        {"ppo": {}, "dual clip": {"loss_fn_config": {"dual_clip": 3.0}}},
+        ("train/kl_k2",),
     ),
     "ahead": Case(
         SlowMath,
@@ -373,6 +193,11 @@ CASES = {
             "four times": {"epochs_per_batch": 4},
             "four times, ppo": {"epochs_per_batch": 4, "loss_fn": "ppo"},
             "four times, cispo": {"epochs_per_batch": 4, "loss_fn": "cispo"},
+            "four times, cispo without a lower bound": {
+                "epochs_per_batch": 4,
+                "loss_fn": "cispo",
+                "loss_fn_config": {"clip_low_threshold": 0.0},
+            },
             "four times, gspo": {"epochs_per_batch": 4, "loss_fn": "gspo"},
             "four times, gspo 0.8 to 1.2": {
                 "epochs_per_batch": 4,
@@ -399,6 +224,32 @@ CASES = {
         {"center": {}, "RLOO": {"advantage": "rloo"}},
         ("rollouts/ungraded", "groups/used"),
     ),
+    "penalized": Case(
+        opening,
+        {"group_size": 2, "batch_size": 32, "kl_penalty_coef": 0.3, "max_tokens": 16, "heldout_size": 174},
+        {
+            "center": {},
+            "RLOO": {"advantage": "rloo"},
+            "center, groups of 16": {"group_size": 16, "batch_size": 4},
+        },
+        ("kl/policy_reference_k3",),
+    ),
+    "scaled": Case(
+        small_opening,
+        {"kl_penalty_coef": 0.1, "max_tokens": 16, "heldout_size": 174},
+        {"center": {}, "REINFORCE++-baseline": {"advantage": "reinforce++"}},
+        ("kl/policy_reference_k3",),
+    ),
+    "schedules": Case(
+        opening,
+        {"kl_penalty_coef": 1.0, "max_tokens": 16, "heldout_size": 174},
+        {
+            "constant": {},
+            "to 0": {"kl_penalty_coef_end": 0.0},
+            "renewed every 5": {"kl_reference_every": 5},
+        },
+        ("kl/policy_reference_k3",),
+    ),
     "lengths": Case(
         opening,
         {"max_tokens": 24, "metrics": (lengths,), "heldout_size": 64, "learning_rate": 1e-3},
@@ -413,6 +264,12 @@ CASES = {
     "turns": Case(
         OneTurnMatters,
         {"batch_size": 8, "max_tokens": 20, "max_turns": 2, "heldout_size": 96},
+        {"rollout": {}, "turn": {"credit": "turn"}},
+        ("rollouts/mean_length",),
+    ),
+    "rounds": Case(
+        ManyRounds,
+        {"batch_size": 8, "max_tokens": 16, "max_turns": 5, "heldout_size": 64},
         {"rollout": {}, "turn": {"credit": "turn"}},
         ("rollouts/mean_length",),
     ),
