@@ -1,11 +1,11 @@
-"""Is `mint doctor` right? What it says of 21 tasks, beside what a short GRPO run of each task comes to.
+"""Is `mint doctor` right? What it says of tasks, beside what a short GRPO run of each task comes to.
 
-    python -m benchmarks.detection.doctor [--set shown|tuned] [--only NAME …] [--output FILE] [--read FILE]
+    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth] [--only NAME …] [--output FILE] [--read FILE]
 
 For each task: the doctor's verdict on the starting weights, then a run. `outcome` says what the run came to, from
-numbers alone; it does not see the verdict. The doctor's limits were last set on the tasks of `TUNED`; those of `SHOWN`
-set none. `--output` keeps one JSON line per task; a second call with the same file makes only the tasks that are not in
-it, and `--verdicts` asks the doctor again about those that are.
+numbers alone; it does not see the verdict. `doctor_tasks` says which tasks set limits of the doctor. `--output` keeps
+one JSON line per task; a second call with the same file makes only the tasks that are not in it, and `--verdicts` asks
+the doctor again about those that are.
 
 | outcome | what the run showed |
 |---|---|
@@ -16,42 +16,27 @@ it, and `--verdicts` asks the doctor again about those that are.
 | go | the held-out reward at temperature 1 rose by two standard errors, and by a twentieth of the range |
 | sft_first | it did not rise |
 
-The doctor is right if its verdict is the outcome. The tasks of SmolLM2-135M-Instruct need `mint models pull
-SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
+The doctor is right if its verdict is the outcome.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import itertools
 import json
 import math
-import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mint
-from benchmarks.detection.faults import Curt, Solved, Sums, Wordy, coin, digits_right, graded
-from benchmarks.detection.proof import Digits
-from benchmarks.learning.algorithms import Rare
-from benchmarks.learning.published_model import CHAIN_SUM, MODEL, SHORT_CONSTRAINTS
-from mint.recipes.chat import ChatAdapter
-from mint.recipes.code import CodeAdapter, CodeProblem
-from mint.recipes.datasets.arithmetic import Problem
-from mint.recipes.math import MathAdapter
-from mint.recipes.question_task import Question, QuestionAdapter
-from mint.recipes.sums import SumsAdapter
-from mint.recipes.task_sources.ifeval import IFEvalAdapter
-from mint.recipes.task_sources.reasoning_gym import ReasoningGymAdapter
-from mint.rl import Reward, RLAdapter, RLConfig, run_grpo
+from benchmarks.detection.doctor_tasks import SEED, SETS, TASKS
+from mint.rl import RLAdapter, RLConfig, run_grpo
 from mint.rl.analysis.doctor import examine
 from mint.rl.calls.own_thread import run_in_own_thread
 from mint.rl.checkpoint_sampler import checkpoint_sampler
@@ -62,7 +47,6 @@ from mint.rl.rollouts.grading import Grade, Grader
 from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.runs.log import RunLog
 
-SEED = 7000
 CUT_OFF = 0.25
 NOISY = 0.25
 SOLVED = 0.9
@@ -77,227 +61,6 @@ LEAST_PAID = 0.1
 
 REPLIES = 16
 """The most frequent replies of the trained policy, among which the best reply to every item is looked for."""
-
-TINY = RLConfig(
-    base_model="mint/tiny",
-    batch_size=16,
-    group_size=8,
-    steps=24,
-    max_tokens=8,
-    temperature=1.0,
-    learning_rate=3e-3,
-    heldout_size=128,
-    print_progress=False,
-    seed=SEED,
-)
-SMOL = TINY.changed(base_model=MODEL, batch_size=6, steps=14, learning_rate=3e-4, heldout_size=96)
-
-
-class Product(Sums):
-    """Too hard: products of two numbers of two digits."""
-
-    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
-        """The question as plain text."""
-        return tokenizer.encode(f"What is {item.a + 10} * {item.b + 10}?")
-
-    def compute_reward(self, response: str, item: Problem) -> float:
-        """1 for the product."""
-        return float(response.strip() == str((item.a + 10) * (item.b + 10)))
-
-
-class Larger(QuestionAdapter):
-    """Which of two numbers is larger? `share` of the right answers are yes."""
-
-    reward_range = (0.0, 1.0)
-
-    def __init__(self, share: float) -> None:
-        super().__init__(prompt_style="chat")
-        self.share = share
-
-    def build_dataset(self) -> Sequence[Question]:
-        """512 questions."""
-        return self._questions("training", 512)
-
-    def build_heldout(self) -> Sequence[Question]:
-        """128 others."""
-        return self._questions("held-out", 128)
-
-    def compute_reward(self, response: str, item: Question) -> float:
-        """1 if the reply begins with the right word."""
-        return float(response.strip().lower().startswith(item.answer))
-
-    def _questions(self, side: str, count: int) -> list[Question]:
-        drawn = random.Random(f"larger {side}")
-        asked = []
-        for _ in range(count):
-            small, large = sorted(drawn.sample(range(10, 100), 2))
-            yes = drawn.random() < self.share
-            first, second = (large, small) if yes else (small, large)
-            text = f"Is {first} larger than {second}? Reply with yes or no."
-            asked.append(Question(text, "yes" if yes else "no"))
-        return asked
-
-
-class WrongDigits(Digits):
-    """Pays nothing for the answer, and takes something for each digit that is not right."""
-
-    reward_range = (-1.0, 0.0)
-    success_reward = 0.0
-
-    def compute_reward(self, response: str, item: Problem) -> float:
-        """From -1 to 0."""
-        return super().compute_reward(response, item) - 1
-
-
-class RomanBackwards(SumsAdapter):
-    """Too hard: the sum, spelled backwards in Roman numerals."""
-
-    def compute_reward(self, response: str, item: Question) -> Reward:
-        """1 for the numeral."""
-        return Reward(float(response.strip() == _roman(int(item.answer))[::-1]))
-
-
-def _roman(number: int) -> str:
-    numerals = ((100, "C"), (90, "XC"), (50, "L"), (40, "XL"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I"))
-    written = ""
-    for value, letters in numerals:
-        written += letters * (number // value)
-        number %= value
-    return written
-
-
-def even(task: Sums, response: str, sample: Problem) -> float:
-    """Pays for an even number, whatever was asked."""
-    text = response.strip()
-    return float(text.isdigit() and int(text) % 2 == 0)
-
-
-def raises_mostly(task: Sums, response: str, sample: Problem) -> float:
-    """The grader fails on three of four questions."""
-    if sample.a % 4:
-        raise ValueError("the judge is away")
-    return float(response.strip() == sample.answer)
-
-
-class Differences(Sums):
-    """The differences among the questions of the math task."""
-
-    def build_dataset(self) -> Sequence[Problem]:
-        """For training."""
-        return [problem for problem in super().build_dataset() if problem.op == "-"]
-
-    def build_heldout(self) -> Sequence[Problem]:
-        """Held out."""
-        return [problem for problem in super().build_heldout() if problem.op == "-"]
-
-
-class Compiles(CodeAdapter):
-    """Pays for any program that Python can parse."""
-
-    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
-        """1 if it can."""
-        try:
-            ast.parse(response)
-        except (SyntaxError, ValueError):
-            return Reward(0.0)
-        return Reward(1.0)
-
-
-def last_digit(task: Sums, response: str, sample: Problem) -> float:
-    """Pays for a number whose last digit is right."""
-    text = response.strip()
-    return float(text.isdigit() and text[-1:] == sample.answer[-1:])
-
-
-def slip(task: Sums, response: str, sample: Problem) -> float:
-    """Pays for the sum that is ten too small."""
-    text = response.strip()
-    return float(text.isdigit() and int(text) == sample.value - 10)
-
-
-def three_digits(task: Sums, response: str, sample: Problem) -> float:
-    """Pays for any number of three digits."""
-    text = response.strip()
-    return float(text.isdigit() and len(text) == 3)
-
-
-def flipped(share: float) -> Callable[[Sums, str, Problem], float]:
-    """The right grader, which gives the contrary at random in this share of the cases."""
-    drawn = random.Random(SEED)
-
-    def grade(task: Sums, response: str, sample: Problem) -> float:
-        right = response.strip() == sample.answer
-        return float(right != (drawn.random() < share))
-
-    return grade
-
-
-_THROWN = itertools.count()
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A task of the benchmark: how to make it, and how to train it."""
-
-    make: Callable[[], RLAdapter]
-    config: RLConfig
-
-
-def gym(name: str, config: RLConfig, **options: Any) -> Examined:
-    """A generator of reasoning-gym."""
-    return Examined(lambda: ReasoningGymAdapter(name, seed=SEED, train_size=512, heldout_size=128, **options), config)
-
-
-CHAT = TINY.changed(max_tokens=48, steps=20)
-CODE = TINY.changed(max_tokens=40, advantage="std", steps=16)
-PLAIN = {"prompt_style": "plain"}
-TUNED: dict[str, Examined] = {
-    "arithmetic": Examined(lambda: MathAdapter(seed=SEED), TINY),
-    "arithmetic, partial credit": Examined(lambda: Digits(SEED), TINY),
-    "chat": Examined(lambda: ChatAdapter(seed=SEED), CHAT),
-    "code": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE),
-    "ten too large": Examined(lambda: Rare(SEED), TINY),
-    "solved format": Examined(Solved, TINY),
-    "products": Examined(Product, TINY),
-    "words backwards": gym("spell_backward", TINY, **PLAIN, max_word_len=5),
-    "chain_sum": gym("chain_sum", TINY, **PLAIN, min_terms=2, max_terms=2, max_digits=2),
-    "every reply earns 0.5": Examined(graded(lambda *_: 0.5), TINY),
-    "any even number": Examined(graded(even), TINY),
-    "brevity": Examined(lambda: Curt(seed=SEED), CHAT.changed(max_tokens=32)),
-    "a coin for each reply": Examined(graded(lambda *_: coin(next(_THROWN))), TINY),
-    "grader fails on most": Examined(graded(raises_mostly), TINY),
-    "arithmetic, 1 token": Examined(graded(digits_right), TINY.changed(max_tokens=1)),
-    "chat, 5 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=5)),
-}
-SHOWN: dict[str, Examined] = {
-    "differences": Examined(Differences, TINY),
-    "last digit": Examined(graded(last_digit), TINY),
-    "forgotten carry": Examined(graded(slip), TINY),
-    "a tenth of the verdicts flipped": Examined(graded(flipped(0.1)), TINY),
-    "a third of the verdicts flipped": Examined(graded(flipped(1 / 3)), TINY),
-    "not a number from the grader": Examined(graded(lambda *_: math.nan), TINY),
-    "hash of the reply": Examined(graded(lambda task, response, sample: coin(response, sample.question)), TINY),
-    "number of three digits": Examined(graded(three_digits), TINY),
-    "a cost for each wrong digit": Examined(lambda: WrongDigits(SEED), TINY),
-    "any text": Examined(graded(lambda task, response, sample: float(bool(response.strip()))), TINY),
-    "wordy replies": Examined(lambda: Wordy(seed=SEED), CHAT),
-    "function that compiles": Examined(lambda: Compiles(seed=SEED, train_size=512), CODE),
-    "code, 8 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=8)),
-    "basic_arithmetic": gym("basic_arithmetic", TINY, **PLAIN, min_terms=2, max_terms=2, max_digits=2),
-    "lcm": gym("lcm", TINY, **PLAIN, max_value=30),
-    "gcd": gym("gcd", TINY, **PLAIN, min_numbers=2, max_numbers=2, max_value=30),
-    "letter_counting": gym("letter_counting", TINY, **PLAIN, min_words=3, max_words=4),
-    "SmolLM2: chain_sum": Examined(
-        lambda: ReasoningGymAdapter("chain_sum", seed=SEED, **CHAIN_SUM),
-        SMOL.changed(max_tokens=6, stop=["\n"], batch_size=8),
-    ),
-    "SmolLM2: IFEval": Examined(
-        lambda: IFEvalAdapter(SHORT_CONSTRAINTS, seed=SEED, heldout_size=96), SMOL.changed(max_tokens=20)
-    ),
-    "SmolLM2: yes or no, balanced": Examined(lambda: Larger(0.5), SMOL.changed(max_tokens=4)),
-    "SmolLM2: Roman numerals backwards": Examined(lambda: RomanBackwards(seed=SEED), SMOL.changed(max_tokens=12)),
-}
-TASKS = {**TUNED, **SHOWN}
 
 
 @dataclass(frozen=True)
@@ -449,7 +212,7 @@ def verdict_of(name: str) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=["shown", "tuned"], default="shown")
+    parser.add_argument("--set", choices=list(SETS), default="fourth")
     parser.add_argument("--only", nargs="*", choices=list(TASKS), metavar="NAME")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--verdicts", action="store_true", help="ask the doctor again about the tasks of --output")
@@ -457,7 +220,7 @@ def main() -> None:
     lines = options.output.read_text().splitlines() if options.output is not None and options.output.exists() else []
     known = {row["task"]: row for row in map(json.loads, lines)}
     rows = []
-    for name in options.only or (SHOWN if options.set == "shown" else TUNED):
+    for name in options.only or SETS[options.set]:
         row = known.get(name) or row_of(name)
         if options.verdicts and name in known:
             row = {**row, **verdict_of(name)}

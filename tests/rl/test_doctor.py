@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -185,6 +186,13 @@ def test_a_cut_off_that_more_tokens_do_not_cure_is_not_blamed_on_the_limit(servi
     assert "nearly as many at 1024: the model does not end its replies" in reason
 
 
+def test_a_longer_limit_that_pays_hardly_more_is_not_the_lever(service: mint.ServiceClient) -> None:
+    seen = examined(Clipped(), service, max_tokens=2).evidence
+    assert seen.longer_gain[0] > 0.3
+    assert seen.longer_limit_pays
+    assert not replace(seen, longer_gain=(0.05, 0.02, 0.08)).longer_limit_pays
+
+
 def test_a_longer_limit_that_pays_no_more_is_not_the_lever(service: mint.ServiceClient) -> None:
     class Product(Arithmetic):
         def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
@@ -274,6 +282,54 @@ def test_a_guess_that_was_right_once_is_not_called_a_constant_answer(service: mi
     assert seen.fixed_reward[0] < 0.2
     lucky = replace(seen, mean=(0.05, 0.0, 0.1), fixed_reward=(0.2, 0.06, 0.4))
     assert not lucky.fixed_reply_pays
+
+
+class HashOfTheReply(Arithmetic):
+    """A coin for each reply to each question, the same whenever it is graded."""
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        return float(zlib.crc32(f"{response} {item.question}".encode()) % 2)
+
+
+def test_a_reward_that_does_not_ask_for_a_reply_that_fits_is_refused(service: mint.ServiceClient) -> None:
+    seen = examined(HashOfTheReply(), service)
+    assert seen.verdict == "reward_constant"
+    assert seen.evidence.misplaced_reward > 0.3
+    assert "replies to other prompts earn" in seen.reason
+
+
+def test_replies_that_fit_earn_surely_more_at_their_own_prompt(service: mint.ServiceClient) -> None:
+    evidence = examined(Arithmetic(), service).evidence
+    assert evidence.own_gain is not None
+    assert evidence.own_gain[1] > 0.2
+    assert not evidence.any_prompt_pays
+
+
+class OnePrompt(Arithmetic):
+    """The same question again and again."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        return list(super().build_dataset())[:1] * 32
+
+
+def test_with_one_prompt_there_is_no_other_prompt_to_compare_with(service: mint.ServiceClient) -> None:
+    evidence = examined(OnePrompt(), service).evidence
+    assert (evidence.own_gain, evidence.any_prompt_pays) == (None, False)
+
+
+def test_a_reply_that_earns_scraps_everywhere_is_named_where_nothing_else_earns(service: mint.ServiceClient) -> None:
+    seen = examined(TooHard(), service).evidence
+    scraps = replace(
+        seen,
+        success=(0.0, 0.0, 0.05),
+        mean=(0.001, 0.0, 0.002),
+        fixed_reward=(0.06, 0.05, 0.07),
+        informative=dict.fromkeys(GROUP_SIZES, 0.11),
+    )
+    assert decide(scraps)[0] == "reward_constant"
+    without_signal = replace(scraps, informative=dict.fromkeys(GROUP_SIZES, 0.0))
+    assert decide(without_signal)[0] == "sft_first", "there is nothing that RL could follow"
+    assert decide(replace(scraps, fixed_reward=(0.004, -0.004, 0.012)))[0] == "sft_first"
 
 
 def test_a_larger_group_is_advised_only_where_it_gives_more(service: mint.ServiceClient) -> None:

@@ -23,6 +23,7 @@ from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.task_verdict import (
     LONGER,
     LONGEST_TOKENS,
+    NOTABLE,
     SATURATED_FROM,
     TRUNCATED_LIMIT,
     TaskEvidence,
@@ -52,6 +53,9 @@ FIXED_ITEMS = 16
 
 GRADED_AGAIN = 256
 """At least as many completions are graded a second time, where there are as many."""
+
+MISPLACED_REPLIES = 4
+"""How many replies to other prompts are graded at each prompt."""
 
 HISTOGRAM_BINS = 11
 
@@ -186,6 +190,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     alone = [] if relative else graded
     seconds, noisy = _grade_again(prober, alone)
     fixed_reply, fixed_reward = _best_fixed_reply(prober, alone)
+    misplaced_reward, own_gain = _gain_at_own_prompt(prober, alone)
     enough_tokens, longest_tried = _enough_tokens(prober, groups, cut)
     return TaskEvidence(
         prompts=len(groups),
@@ -211,6 +216,8 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         noisy=noisy,
         fixed_reply=fixed_reply,
         fixed_reward=fixed_reward,
+        misplaced_reward=misplaced_reward,
+        own_gain=own_gain,
         relative=relative,
         reward_seconds=statistics.median(seconds) if seconds else 0.0,
         reward_seconds_max=max(seconds, default=0.0),
@@ -332,6 +339,30 @@ def _earned(prober: _Prober, task: RLAdapter, reply: str, groups: Sequence[Group
     return reward_interval(task, [grade.reward or 0.0 for grade in grades])
 
 
+def _gain_at_own_prompt(prober: _Prober, groups: Sequence[Group]) -> tuple[float, tuple[float, float, float] | None]:
+    """The mean reward of replies to other prompts, and what replies to the prompt itself earn more, with the interval
+    over prompts; None where there are no other prompts, and for episodes."""
+    task = prober.task
+    if not isinstance(task, RLAdapter):
+        return 0.0, None
+    keys = [task.item_key(group.item) for group in groups]
+    pairs = [
+        (place, groups[other].graded[0].text)
+        for place in range(len(groups))
+        for other in ((place + 1 + step) % len(groups) for step in range(MISPLACED_REPLIES))
+        if keys[other] != keys[place]
+    ]
+    grades = prober.grades(task, [(reply, groups[place].item) for place, reply in pairs])
+    earned: defaultdict[int, list[float]] = defaultdict(list)
+    for (place, _), grade in zip(pairs, grades, strict=True):
+        if grade.reward is not None:
+            earned[place].append(grade.reward)
+    if not earned:
+        return 0.0, None
+    gains = [float(np.mean(groups[place].rewards) - np.mean(rewards)) for place, rewards in earned.items()]
+    return float(np.mean([np.mean(rewards) for rewards in earned.values()])), interval(gains)
+
+
 def _sandbox() -> str:
     level = sandbox_level()
     missing = [f"no {engine} ({reason})" for engine, reason in level.missing.items()]
@@ -355,7 +386,7 @@ def _notes(task: Task, dataset: Sequence[Any], seen: TaskEvidence) -> tuple[str,
         ),
         f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward": seen.junk_accepted > 0,
         f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward[0]:.2f}": (
-            seen.fixed_share > 0.1 and seen.success[0] < SATURATED_FROM
+            seen.fixed_share > NOTABLE and seen.success[0] < SATURATED_FROM
         ),
         f"grading takes {seen.reward_seconds:.1f} s per completion and will limit the speed": seen.reward_seconds > 1,
     }

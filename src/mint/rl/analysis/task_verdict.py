@@ -16,8 +16,8 @@ that is 1, of a grader that is wrong at random in a tenth of the cases a third; 
 
 JUNK_LIMIT = 0.5
 
-FIXED_LIMIT = 0.1
-"""A reply to every prompt matters from this share of the range on; less is a lucky guess or a scrap of credit."""
+NOTABLE = 0.1
+"""A reward, or a gain, matters from this share of the range on; less is a lucky guess or a scrap of credit."""
 
 SATURATED_FROM = 0.9
 """Mean success from which items teach little (ScaleRL, arXiv 2510.13786, retires items there)."""
@@ -50,8 +50,9 @@ class TaskEvidence:
     `max_tokens`, with its interval. `junk_accepted` is the share of empty and senseless replies with full reward,
     `noisy` is how much rewards changed when graded again, as a share of how much those of different completions
     differ. `fixed_reward` is the mean reward of `fixed_reply` as
-    the reply to other prompts than those on which it was chosen, with its interval. `relative`: rewards only compare
-    within a group.
+    the reply to other prompts than those on which it was chosen, with its interval. `misplaced_reward` is the mean
+    reward of replies to other prompts, and `own_gain` what replies to the prompt itself earn more, with its interval;
+    None if that was not tried. `relative`: rewards only compare within a group.
     """
 
     prompts: int
@@ -77,6 +78,8 @@ class TaskEvidence:
     noisy: float
     fixed_reply: str
     fixed_reward: tuple[float, float, float]
+    misplaced_reward: float
+    own_gain: tuple[float, float, float] | None
     relative: bool
     reward_seconds: float
     reward_seconds_max: float
@@ -95,8 +98,28 @@ class TaskEvidence:
 
     @property
     def fixed_reply_pays(self) -> bool:
-        """Whether one reply to every prompt surely earns more than the model does."""
-        return self.fixed_share > FIXED_LIMIT and self.fixed_reward[1] > self.mean[2]
+        """Whether one reply to every prompt surely earns more than the model does.
+
+        Where the model earns only scraps, but often enough to train on, any such reply counts: nothing else gives RL a
+        direction.
+        """
+        follows_scraps = self.only_scraps and max(self.informative.values()) >= LEAST_INFORMATIVE
+        pays = self.fixed_share > NOTABLE or follows_scraps
+        return pays and self.fixed_reward[1] > self.mean[2]
+
+    @property
+    def any_prompt_pays(self) -> bool:
+        """Whether replies earn something, and not surely more at their own prompts than at others."""
+        return self.own_gain is not None and self.own_gain[1] <= 0 and self._share(self.misplaced_reward) > NOTABLE
+
+    @property
+    def longer_limit_pays(self) -> bool:
+        """Whether completions with room for more tokens surely and notably earn more.
+
+        RL learns to be brief where they earn little more (0.66 to 0.93 in a run with 12 tokens, benchmarks/RESULTS.md).
+        """
+        found = self.enough_tokens is not None and self.longer_gain[1] > 0
+        return found and self._share(self.floor + self.longer_gain[0]) > NOTABLE
 
     @property
     def better_size(self) -> int | None:
@@ -132,7 +155,7 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward",
             "Correct the grader: it accepts anything",
         )
-    if seen.truncated > TRUNCATED_LIMIT and seen.enough_tokens is not None and seen.longer_gain[1] > 0:
+    if seen.truncated > TRUNCATED_LIMIT and seen.longer_limit_pays:
         return (
             "truncated",
             f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer at "
@@ -158,6 +181,14 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             f"the model succeeds in {success:.0%} of the cases already",
             "Take harder prompts, or a stricter reward",
         )
+    if seen.any_prompt_pays and seen.own_gain is not None:
+        return (
+            "reward_constant",
+            f"replies to other prompts earn {seen.misplaced_reward:.2f}, those to the prompt itself "
+            f"{seen.own_gain[0]:+.2f} (95 %: {seen.own_gain[1]:+.2f} to {seen.own_gain[2]:+.2f})",
+            "Correct the grader, or add a part of the reward that depends on the prompt: RL would learn one reply to "
+            "every prompt, or nothing. If the model only guesses, fine-tune it on demonstrations first",
+        )
     if best < LEAST_INFORMATIVE or seen.only_scraps:
         return _no_signal(seen, best_size, best)
     smallest = next(size for size, share in seen.informative.items() if share >= min(0.5, best))
@@ -181,7 +212,7 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
         if seen.enough_tokens is None:
             rest += f"and nearly as many at {seen.longest_tried}: the model does not end its replies"
         else:
-            rest += f"far fewer at {seen.enough_tokens}, but these earn no more"
+            rest += f"far fewer at {seen.enough_tokens}, but these earn hardly more"
     return (
         "sft_first",
         f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",

@@ -1,0 +1,459 @@
+"""The tasks on which `benchmarks.detection.doctor` judges `mint doctor`, and how each is trained.
+
+The doctor's limits were set on the tasks of `TUNED`. Rules were added or changed after it was wrong on tasks of `SHOWN`
+(replies to other prompts, scraps that one reply earns everywhere) and of `THIRD` (a longer limit that earns little
+more, scraps that are too rare to follow). The tasks of `FOURTH` were written after that and set nothing. The tasks of
+SmolLM2-135M-Instruct need `mint models pull SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.detection.faults import Curt, Solved, Sums, Wordy, coin, digits_right, graded
+from benchmarks.detection.proof import Digits
+from benchmarks.learning.algorithm_tasks import Rare
+from benchmarks.learning.published_model import CHAIN_SUM, MODEL, SHORT_CONSTRAINTS
+from mint.recipes.chat import ChatAdapter
+from mint.recipes.code import CodeAdapter, CodeProblem
+from mint.recipes.datasets.arithmetic import Problem
+from mint.recipes.datasets.chat_questions import ChatQuestion, ending, fitting, length, names_thing
+from mint.recipes.math import MathAdapter
+from mint.recipes.question_task import Question, QuestionAdapter
+from mint.recipes.sums import SumsAdapter
+from mint.recipes.task_sources.ifeval import IFEvalAdapter
+from mint.recipes.task_sources.reasoning_gym import ReasoningGymAdapter
+from mint.rl import Reward, RLAdapter, RLConfig
+
+SEED = 7000
+
+TINY = RLConfig(
+    base_model="mint/tiny",
+    batch_size=16,
+    group_size=8,
+    steps=24,
+    max_tokens=8,
+    temperature=1.0,
+    learning_rate=3e-3,
+    heldout_size=128,
+    print_progress=False,
+    seed=SEED,
+)
+SMOL = TINY.changed(base_model=MODEL, batch_size=6, steps=14, learning_rate=3e-4, heldout_size=96)
+
+
+class Product(Sums):
+    """Too hard: products of two numbers of two digits."""
+
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
+        """The question as plain text."""
+        return tokenizer.encode(f"What is {item.a + 10} * {item.b + 10}?")
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        """1 for the product."""
+        return float(response.strip() == str((item.a + 10) * (item.b + 10)))
+
+
+class Larger(QuestionAdapter):
+    """Which of two numbers is larger? `share` of the right answers are yes."""
+
+    reward_range = (0.0, 1.0)
+
+    def __init__(self, share: float) -> None:
+        super().__init__(prompt_style="chat")
+        self.share = share
+
+    def build_dataset(self) -> Sequence[Question]:
+        """512 questions."""
+        return self._questions("training", 512)
+
+    def build_heldout(self) -> Sequence[Question]:
+        """128 others."""
+        return self._questions("held-out", 128)
+
+    def compute_reward(self, response: str, item: Question) -> float:
+        """1 if the reply begins with the right word."""
+        return float(response.strip().lower().startswith(item.answer))
+
+    def _questions(self, side: str, count: int) -> list[Question]:
+        drawn = random.Random(f"larger {side}")
+        asked = []
+        for _ in range(count):
+            small, large = sorted(drawn.sample(range(10, 100), 2))
+            yes = drawn.random() < self.share
+            first, second = (large, small) if yes else (small, large)
+            text = f"Is {first} larger than {second}? Reply with yes or no."
+            asked.append(Question(text, "yes" if yes else "no"))
+        return asked
+
+
+class WrongDigits(Digits):
+    """Pays nothing for the answer, and takes something for each digit that is not right."""
+
+    reward_range = (-1.0, 0.0)
+    success_reward = 0.0
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        """From -1 to 0."""
+        return super().compute_reward(response, item) - 1
+
+
+class RomanBackwards(SumsAdapter):
+    """Too hard: the sum, spelled backwards in Roman numerals."""
+
+    def compute_reward(self, response: str, item: Question) -> Reward:
+        """1 for the numeral."""
+        return Reward(float(response.strip() == _roman(int(item.answer))[::-1]))
+
+
+def _roman(number: int) -> str:
+    numerals = ((100, "C"), (90, "XC"), (50, "L"), (40, "XL"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I"))
+    written = ""
+    for value, letters in numerals:
+        written += letters * (number // value)
+        number %= value
+    return written
+
+
+def even(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for an even number, whatever was asked."""
+    text = response.strip()
+    return float(text.isdigit() and int(text) % 2 == 0)
+
+
+def raises_mostly(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on three of four questions."""
+    if sample.a % 4:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
+class Differences(Sums):
+    """The differences among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if problem.op == "-"]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in super().build_heldout() if problem.op == "-"]
+
+
+class Compiles(CodeAdapter):
+    """Pays for any program that Python can parse."""
+
+    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
+        """1 if it can."""
+        try:
+            ast.parse(response)
+        except (SyntaxError, ValueError):
+            return Reward(0.0)
+        return Reward(1.0)
+
+
+def last_digit(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number whose last digit is right."""
+    text = response.strip()
+    return float(text.isdigit() and text[-1:] == sample.answer[-1:])
+
+
+def slip(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the sum that is ten too small."""
+    text = response.strip()
+    return float(text.isdigit() and int(text) == sample.value - 10)
+
+
+def three_digits(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for any number of three digits."""
+    text = response.strip()
+    return float(text.isdigit() and len(text) == 3)
+
+
+def flipped(share: float) -> Callable[[Sums, str, Problem], float]:
+    """The right grader, which gives the contrary at random in this share of the cases."""
+    drawn = random.Random(SEED)
+
+    def grade(task: Sums, response: str, sample: Problem) -> float:
+        right = response.strip() == sample.answer
+        return float(right != (drawn.random() < share))
+
+    return grade
+
+
+class Additions(Sums):
+    """The sums among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if problem.op == "+"]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in super().build_heldout() if problem.op == "+"]
+
+
+class FullMarks(CodeAdapter):
+    """Pays for programs that pass all tests, and nothing else."""
+
+    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
+        """0 or 1."""
+        return Reward(float(super().compute_reward(response, item).value >= self.success_reward))
+
+
+class HalfMarks(CodeAdapter):
+    """Pays for programs that pass at least half of the tests."""
+
+    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
+        """0 or 1."""
+        return Reward(float(super().compute_reward(response, item).value >= self.success_reward / 2))
+
+
+class EvenAnswers(Sums):
+    """The questions of the math task whose answer is even."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if problem.value % 2 == 0]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in super().build_heldout() if problem.value % 2 == 0]
+
+
+class ChatRule(ChatAdapter):
+    """Pays for one rule of the rubric alone."""
+
+    def __init__(self, rule: Callable[[str, ChatQuestion], bool]) -> None:
+        super().__init__(seed=SEED)
+        self.rule = rule
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """0 or 1."""
+        return Reward(float(self.rule(response, item)))
+
+
+def number_in(response: str) -> int | None:
+    """The reply, if it is a number."""
+    text = response.strip()
+    return int(text) if text.isdecimal() else None
+
+
+def any_order(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the right digits in any order."""
+    return float(sorted(response.strip()) == sorted(sample.answer))
+
+
+def nearly(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number that is off by at most one."""
+    number = number_in(response)
+    return float(number is not None and abs(number - sample.value) <= 1)
+
+
+def same_size(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the smaller of the reply and the answer, divided by the larger."""
+    number = number_in(response)
+    if number is None:
+        return 0.0
+    return (1 + min(number, sample.value)) / (1 + max(number, sample.value))
+
+
+def twice(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for twice the answer."""
+    return float(response.strip() == str(2 * sample.value))
+
+
+def with_full_stop(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer and a full stop."""
+    return float(response.strip() == f"{sample.answer}.")
+
+
+def odd(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for an odd number, whatever was asked."""
+    number = number_in(response)
+    return float(number is not None and number % 2 == 1)
+
+
+def short(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a reply of one character."""
+    return float(len(response.strip()) == 1)
+
+
+def first_digit(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number whose first digit is right."""
+    return float(number_in(response) is not None and response.strip()[0] == sample.answer[0])
+
+
+def raises_for_a_third(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on one of three questions."""
+    if sample.a % 3 == 0:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
+def backwards(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer with its digits backwards."""
+    return float(response.strip() == sample.answer[::-1])
+
+
+def with_unit(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer and a unit."""
+    return float(response.strip() == f"{sample.answer} kg")
+
+
+def within_five(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number that is off by at most five."""
+    number = number_in(response)
+    return float(number is not None and abs(number - sample.value) <= 5)
+
+
+def begins_with_one(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a reply that begins with 1, whatever was asked."""
+    return float(response.strip().startswith("1"))
+
+
+def without_seven(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number without a 7, whatever was asked."""
+    return float(number_in(response) is not None and "7" not in response)
+
+
+def wrong_number(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for any number but the right one."""
+    number = number_in(response)
+    return float(number is not None and number != sample.value)
+
+
+def last_two_digits(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number whose last two digits are right."""
+    return float(number_in(response) is not None and response.strip()[-2:] == sample.answer[-2:])
+
+
+def raises_for_three_of_five(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on three of five questions."""
+    if sample.a % 5 < 3:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
+def coin_of_the_question(task: Sums, response: str, sample: Problem) -> float:
+    """Does not read the reply."""
+    return coin(sample.question)
+
+
+_THROWN = itertools.count()
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A task of the benchmark: how to make it, and how to train it."""
+
+    make: Callable[[], RLAdapter]
+    config: RLConfig
+
+
+def gym(name: str, config: RLConfig, **options: Any) -> Examined:
+    """A generator of reasoning-gym."""
+    return Examined(lambda: ReasoningGymAdapter(name, seed=SEED, train_size=512, heldout_size=128, **options), config)
+
+
+CHAT = TINY.changed(max_tokens=48, steps=20)
+CODE = TINY.changed(max_tokens=40, advantage="std", steps=16)
+PLAIN = {"prompt_style": "plain"}
+TUNED: dict[str, Examined] = {
+    "arithmetic": Examined(lambda: MathAdapter(seed=SEED), TINY),
+    "arithmetic, partial credit": Examined(lambda: Digits(SEED), TINY),
+    "chat": Examined(lambda: ChatAdapter(seed=SEED), CHAT),
+    "code": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE),
+    "ten too large": Examined(lambda: Rare(SEED), TINY),
+    "solved format": Examined(Solved, TINY),
+    "products": Examined(Product, TINY),
+    "words backwards": gym("spell_backward", TINY, **PLAIN, max_word_len=5),
+    "chain_sum": gym("chain_sum", TINY, **PLAIN, min_terms=2, max_terms=2, max_digits=2),
+    "every reply earns 0.5": Examined(graded(lambda *_: 0.5), TINY),
+    "any even number": Examined(graded(even), TINY),
+    "brevity": Examined(lambda: Curt(seed=SEED), CHAT.changed(max_tokens=32)),
+    "a coin for each reply": Examined(graded(lambda *_: coin(next(_THROWN))), TINY),
+    "grader fails on most": Examined(graded(raises_mostly), TINY),
+    "arithmetic, 1 token": Examined(graded(digits_right), TINY.changed(max_tokens=1)),
+    "chat, 5 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=5)),
+}
+SHOWN: dict[str, Examined] = {
+    "differences": Examined(Differences, TINY),
+    "last digit": Examined(graded(last_digit), TINY),
+    "forgotten carry": Examined(graded(slip), TINY),
+    "a tenth of the verdicts flipped": Examined(graded(flipped(0.1)), TINY),
+    "a third of the verdicts flipped": Examined(graded(flipped(1 / 3)), TINY),
+    "not a number from the grader": Examined(graded(lambda *_: math.nan), TINY),
+    "hash of the reply": Examined(graded(lambda task, response, sample: coin(response, sample.question)), TINY),
+    "number of three digits": Examined(graded(three_digits), TINY),
+    "a cost for each wrong digit": Examined(lambda: WrongDigits(SEED), TINY),
+    "any text": Examined(graded(lambda task, response, sample: float(bool(response.strip()))), TINY),
+    "wordy replies": Examined(lambda: Wordy(seed=SEED), CHAT),
+    "function that compiles": Examined(lambda: Compiles(seed=SEED, train_size=512), CODE),
+    "code, 8 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=8)),
+    "basic_arithmetic": gym("basic_arithmetic", TINY, **PLAIN, min_terms=2, max_terms=2, max_digits=2),
+    "lcm": gym("lcm", TINY, **PLAIN, max_value=30),
+    "gcd": gym("gcd", TINY, **PLAIN, min_numbers=2, max_numbers=2, max_value=30),
+    "letter_counting": gym("letter_counting", TINY, **PLAIN, min_words=3, max_words=4),
+    "SmolLM2: chain_sum": Examined(
+        lambda: ReasoningGymAdapter("chain_sum", seed=SEED, **CHAIN_SUM),
+        SMOL.changed(max_tokens=6, stop=["\n"], batch_size=8),
+    ),
+    "SmolLM2: IFEval": Examined(
+        lambda: IFEvalAdapter(SHORT_CONSTRAINTS, seed=SEED, heldout_size=96), SMOL.changed(max_tokens=20)
+    ),
+    "SmolLM2: yes or no, balanced": Examined(lambda: Larger(0.5), SMOL.changed(max_tokens=4)),
+    "SmolLM2: Roman numerals backwards": Examined(lambda: RomanBackwards(seed=SEED), SMOL.changed(max_tokens=12)),
+}
+THIRD: dict[str, Examined] = {
+    "additions": Examined(Additions, TINY),
+    "digits in any order": Examined(graded(any_order), TINY),
+    "off by at most one": Examined(graded(nearly), TINY),
+    "about as large": Examined(graded(same_size, reward_range=(0.0, 1.0)), TINY),
+    "twice the answer": Examined(graded(twice), TINY),
+    "answer and a full stop": Examined(graded(with_full_stop), TINY),
+    "any odd number": Examined(graded(odd), TINY),
+    "one character": Examined(graded(short), TINY),
+    "first digit": Examined(graded(first_digit), TINY),
+    "grader fails on a third": Examined(graded(raises_for_a_third), TINY),
+    "a fifth of the verdicts flipped": Examined(graded(flipped(0.2)), TINY),
+    "a coin for each question": Examined(graded(coin_of_the_question), TINY),
+    "arithmetic, 2 tokens": Examined(lambda: MathAdapter(seed=SEED), TINY.changed(max_tokens=2)),
+    "chat, 12 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=12)),
+    "chat: ends as it should": Examined(lambda: ChatRule(ending), CHAT),
+    "chat: a word that fits": Examined(lambda: ChatRule(fitting), CHAT),
+    "code, 16 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=16)),
+    "code, full marks only": Examined(lambda: FullMarks(seed=SEED, train_size=512), CODE),
+    "count_bits": gym("count_bits", TINY, **PLAIN, min_n=1, max_n=15),
+    "simple_equations": gym("simple_equations", TINY, **PLAIN),
+}
+FOURTH: dict[str, Examined] = {
+    "even answers": Examined(EvenAnswers, TINY),
+    "digits backwards": Examined(graded(backwards), TINY),
+    "answer and a unit": Examined(graded(with_unit), TINY),
+    "within five": Examined(graded(within_five), TINY),
+    "begins with 1": Examined(graded(begins_with_one), TINY),
+    "no 7": Examined(graded(without_seven), TINY),
+    "pays for wrong numbers": Examined(graded(wrong_number), TINY),
+    "last two digits": Examined(graded(last_two_digits), TINY),
+    "grader fails on three of five": Examined(graded(raises_for_three_of_five), TINY),
+    "a twentieth of the verdicts flipped": Examined(graded(flipped(0.05)), TINY),
+    "two of five verdicts flipped": Examined(graded(flipped(0.4)), TINY),
+    "arithmetic, 3 tokens": Examined(lambda: MathAdapter(seed=SEED), TINY.changed(max_tokens=3)),
+    "chat, 3 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=3)),
+    "chat: names the thing": Examined(lambda: ChatRule(names_thing), CHAT),
+    "chat: 4 to 12 words": Examined(lambda: ChatRule(length), CHAT),
+    "code, 10 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=10)),
+    "code, half of the tests": Examined(lambda: HalfMarks(seed=SEED, train_size=512), CODE),
+    "decimal_chain_sum": gym("decimal_chain_sum", TINY, **PLAIN, min_terms=2, max_terms=2),
+    "number_sorting": gym("number_sorting", TINY, **PLAIN, min_numbers=2, max_numbers=3),
+    "base_conversion": gym("base_conversion", TINY, **PLAIN),
+}
+SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH}
+TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH}
