@@ -490,6 +490,14 @@ def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> 
     return LossSpec(name, loss_settings(name, config))
 
 
+class ModelsLostError(RuntimeError):
+    """The engine has lost all models, because processes that held them have ended. It works: they can be made again.
+
+    From then on `has_model` is False for all of them; published weights are not lost. Any call on the lane that trains
+    may raise this, if an engine has processes of its own.
+    """
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was short when this was raised: the same work may succeed in smaller parts, or later.
 

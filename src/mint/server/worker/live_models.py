@@ -152,6 +152,12 @@ class LiveModels:
         self.drop(model_id)
         self._published[model_id] = published_seq
 
+    def forget_lost(self) -> None:
+        """Forgets the models that the engine has lost (`ModelsLostError`): each is restored when it is next needed."""
+        for model_id in self.by_use:
+            if not self.engine.has_model(model_id):
+                self.park(model_id)
+
     def forward(self, model_id: str, content: ForwardBackwardInput) -> ForwardBackwardOutput:
         """A forward pass.
 

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.engine.protocol import LoraSpec, ModelState, is_out_of_memory
+from mint.engine.protocol import LoraSpec, ModelsLostError, ModelState, is_out_of_memory
 from mint.errors import (
     ConflictError,
     DamagedDataError,
@@ -64,6 +65,9 @@ from mint.wire.requests import (
 
 log = logging.getLogger("mint.worker")
 
+
+MAX_LOSSES = 3
+"""So often a request is run again after the engine has lost its models; then it fails, for it may be the reason."""
 
 CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
@@ -120,6 +124,7 @@ class Trainer:
         self._require_space = require_space
         self._journal_room = journal_room
         self._short_since: dict[tuple[str, int], float] = {}  # requests for which memory was short → since when
+        self._losses: Counter[tuple[str, int]] = Counter()  # how often the engine lost its models in a request
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
         self._recovery = Recovery(models, self.memory, journal, data_dir, decode)
@@ -141,7 +146,9 @@ class Trainer:
         Raises:
             JournalError: the storage does not work now; the request shall be run again.
             OutOfMemoryError: memory is short now, and has not been for long; the request shall be run again.
+            ModelsLostError: the engine has lost its models; the request shall be run again.
         """
+        self.models.forget_lost()
         try:
             if not self.models.touch(job.model_id) and job.seq_id > 0:
                 self._restore(job)
@@ -160,6 +167,12 @@ class Trainer:
             raise
         except MintError as error:
             return self._failed(job, error)
+        except ModelsLostError as error:
+            self._losses[job.model_id, job.seq_id] += 1
+            if self._losses[job.model_id, job.seq_id] < MAX_LOSSES:
+                raise
+            log.error("request %d (%s) of %s fails: %s", job.seq_id, job.kind, job.model_id, error)
+            return self._failed(job, error)
         except Exception as error:  # the boundary: an engine may raise anything, and the client must be told
             if is_out_of_memory(error) and self._may_wait(job):
                 self.models.drop(job.model_id)  # its state is unknown: restore it, then run the request again
@@ -169,7 +182,7 @@ class Trainer:
             if job.kind != "forward_backward":
                 self.models.drop(job.model_id)  # its state is unknown: the next request restores it
             return outcome
-        self._short_since.pop((job.model_id, job.seq_id), None)
+        self._forget_trials(job)
         body = wire.encode_result(effect.result)
         room = self._journal_room(job.owner)
         pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id, len(body), room_bytes=room)
@@ -193,8 +206,13 @@ class Trainer:
         now = time.monotonic()
         return now - self._short_since.setdefault((job.model_id, job.seq_id), now) < MEMORY_PATIENCE_S
 
-    def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
+    def _forget_trials(self, job: TrainingJob) -> None:
         self._short_since.pop((job.model_id, job.seq_id), None)
+        self._losses.pop((job.model_id, job.seq_id), None)
+
+    def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
+        self._forget_trials(job)
+        self.models.forget_lost()
         pruned = (0, 0)
         digest = None
         if job.kind == "forward_backward":

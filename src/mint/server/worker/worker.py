@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mint.engine.protocol import ModelsLostError
 from mint.errors import DamagedDataError, JournalError, OutOfMemoryError, RequestFailedError
 from mint.server.ids import RequestId, request_id
 from mint.server.queue.eta import SAMPLE, Eta
@@ -195,6 +196,8 @@ class Worker:
             except OutOfMemoryError as error:
                 log.warning("%s; it is tried again", error)
                 thread.stopping.wait(MEMORY_RETRY_S)
+            except ModelsLostError as error:
+                log.warning("the engine has lost its models, and what ran is run again: %s", error)
             except Exception:  # the boundary: no error between two requests may end the service
                 log.exception("the worker failed between two requests")
                 thread.stopping.wait(JOURNAL_RETRY_S)
