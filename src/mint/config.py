@@ -16,6 +16,8 @@
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
 | `MINT_MICRO_BATCH_ROWS` | rows of a micro-batch in training; results depend on it in the last bits | by the memory |
+| `MINT_CLUSTER` | `local`: several processes of this machine train together, and this one samples | none |
+| `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
@@ -37,6 +39,7 @@
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
 | `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
+| `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS` | as `MINT_CLUSTER` and `MINT_TRAINERS` | those |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
@@ -54,6 +57,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import secrets
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +102,8 @@ class Settings(BaseSettings):
     micro_batch_rows: int | None = Field(None, ge=1, le=1 << 20)
     native: bool | None = None
     instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
+    cluster: Literal["local"] | None = None
+    trainers: int = Field(2, ge=1, le=64)
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False
@@ -199,6 +206,8 @@ class ServeSettings(BaseSettings):
     stop_within_s: float = Field(20.0, ge=1, le=3600)
     stuck_after_s: float = Field(600.0, ge=1)
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    cluster: Literal["local"] | None = None
+    trainers: int | None = Field(None, ge=1, le=64)
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -228,6 +237,11 @@ class ServeSettings(BaseSettings):
                 )
             found[name] = target or name
         return found
+
+    def with_cluster(self, base: Settings) -> Settings:
+        """`base` with the cluster that these settings ask for, if they do."""
+        given = {"cluster": self.cluster, "trainers": self.trainers}
+        return base.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def settings_customise_sources(
@@ -291,6 +305,28 @@ def shorten_thread_spinning() -> None:
     On an idle machine the difference is within the noise. A variable that is already set is not changed.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
+def protect_ray() -> None:
+    """Makes a cluster that this process starts refuse whoever lacks its token: Ray's ports are open to the network, and
+    it runs what it is sent. Ray's usage statistics are not sent, either.
+
+    Ray reads the token when it is loaded. Variables that are already set are not changed.
+
+    Raises:
+        InvalidRequestError: ray is loaded already, and has no token.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and "ray" in sys.modules:
+        raise InvalidRequestError(
+            "must be set before ray is imported: other users of the network could run programs in the cluster",
+            field="RAY_AUTH_MODE",
+            value="(not set)",
+            remedy="Import mint and open the ServiceClient first, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+        )
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def allocator_is_set() -> bool:

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from rank_work import run_rank
 
+from mint.config import protect_ray
+
+protect_ray()  # before a test module imports ray
+
 PROCESSES = 3
 
 OnRanks = Callable[..., list[Any]]

@@ -53,6 +53,10 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="the largest request, in MiB; 64 if not given")] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
+    cluster: Annotated[str | None, typer.Option(help="local: several processes of this machine train together")] = None,
+    trainers: Annotated[
+        int | None, typer.Option(help="with --cluster: how many processes train; 2 if not given")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
 ) -> None:
     """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
@@ -72,6 +76,8 @@ def serve(
         "log_level": log_level,
         "max_body_mb": max_body_mb,
         "logprobs_mode": logprobs_mode,
+        "cluster": cluster,
+        "trainers": trainers,
     }
     try:
         settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)

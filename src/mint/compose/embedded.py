@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mint.compose.cluster_engine import cluster_engine
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.bases.lora_layers import lora_layers
@@ -22,6 +23,7 @@ from mint.errors import MissingExtraError
 from mint.server.limits import ServerLimits, default_waiting_bytes
 
 if TYPE_CHECKING:
+    from mint.engine.reductions.division import Peers
     from mint.engine.torch_engine import TorchEngine
 
 log = logging.getLogger("mint.embedded")
@@ -48,6 +50,7 @@ class EmbeddedService:
         self.service.start()
         self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
         self.users = 1
+        self._engine = engine
 
     def release(self) -> None:
         """One user fewer; the last one stops the service."""
@@ -58,6 +61,7 @@ class EmbeddedService:
             for key in [key for key, service in _running.items() if service is self]:
                 del _running[key]
         self.service.stop()
+        end_ranks(self._engine)
 
 
 def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None, **options: Any) -> EmbeddedService:
@@ -75,14 +79,10 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     with _lock:
         if engine is not None or options:
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
-        key = (
-            folder,
-            settings.models,
-            settings.native,
-            settings.instructions,
-            limits_of(settings),
-            *_engine_settings(settings).items(),
-        )
+        kernels = (settings.native, settings.instructions)
+        cluster = (settings.cluster, settings.trainers)
+        own = _engine_settings(settings).items()
+        key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *own)
         if key in _running:
             _running[key].users += 1
         else:
@@ -106,15 +106,24 @@ def limits_of(settings: Settings) -> ServerLimits:
 
 
 def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: Engine | None = None) -> Engine:
-    """The given engine, or the one that computes on this machine; `on_lost` as in `guarded`."""
+    """The given engine, or the one that the settings ask for; `on_lost` as in `guarded`."""
     if engine is not None:
         return guarded(engine, on_lost)
+    if settings.cluster is not None:
+        return cluster_engine(settings, torch_engine)
     own = torch_engine(settings)
     return guarded(own, on_lost) if own.uses_gpu else own  # a CPU cannot be lost
 
 
-def torch_engine(settings: Settings) -> TorchEngine:
-    """The engine that computes on this machine.
+def end_ranks(engine: Engine) -> None:
+    """Ends the processes that an engine has, if it has any."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
+
+
+def torch_engine(settings: Settings, *, peers: Peers | None = None) -> TorchEngine:
+    """The engine that computes on this machine; `peers` run its passes with it.
 
     Raises:
         MissingExtraError: the `local` extra is not installed.
@@ -127,7 +136,10 @@ def torch_engine(settings: Settings) -> TorchEngine:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
         raise _missing(error) from error
-    return TorchEngine(native=native, gpu_kernels=settings.native is not False, **_engine_settings(settings))
+    given = _engine_settings(settings)
+    if peers is not None:
+        given["peers"] = peers
+    return TorchEngine(native=native, gpu_kernels=settings.native is not False, **given)
 
 
 def _start_native_build(settings: Settings) -> NativeBuild | None:

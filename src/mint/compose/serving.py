@@ -217,7 +217,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
-    base = read_settings()
+    base = settings.with_cluster(read_settings())
     offered = settings.offered
 
     def end_process(reason: str) -> None:

@@ -16,11 +16,15 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(BaseModel):
-    """`status` is ok or not ready; `problems` say why. `warnings` are what an operator should see to; work goes on."""
+    """`status` is ok or not ready; `problems` say why. `warnings` are what an operator should see to; work goes on.
+
+    `cluster` says how many `trainers` there are, how many of them are `running`, and how often they were `lost`.
+    """
 
     status: str
     problems: list[str] | None = None
     warnings: list[str] | None = None
+    cluster: dict[str, int] | None = None
 
 
 async def healthz(_call: Call) -> Response:
@@ -35,9 +39,10 @@ async def readyz(call: Call) -> Response:
         raise NotFoundError("is not checked in this process", remedy="Use mint serve")
     problems = await readiness.problems()
     warnings = list(await readiness.warnings()) or None
+    cluster = dict(readiness.cluster) or None
     if not problems:
-        return respond(Health(status="ok", warnings=warnings))
-    return respond(Health(status="not ready", problems=list(problems), warnings=warnings), status=503)
+        return respond(Health(status="ok", warnings=warnings, cluster=cluster))
+    return respond(Health(status="not ready", problems=list(problems), warnings=warnings, cluster=cluster), status=503)
 
 
 def metrics(call: Call) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 
 from mint.errors import DamagedDataError, JournalError
 from mint.server.service.service import Service
@@ -45,6 +46,11 @@ class Readiness:
             found = (self._worker_problem(now), await self._journal_problem(), self._service.journal_damage)
             self._problems = tuple(problem for problem in found if problem is not None)
         return self._problems
+
+    @property
+    def cluster(self) -> Mapping[str, int]:
+        """Numbers of the processes that train; empty without a cluster."""
+        return self._service.cluster_state
 
     async def warnings(self) -> tuple[str, ...]:
         """What will be wrong soon unless somebody sees to it; the service is ready."""

@@ -132,6 +132,7 @@ class Service:
         self.stored_sessions = SessionCatalog(self._journal)
         self._orphans = OrphanSweep(self._journal, data_dir)
         self._job_removal = JobRemoval(self._journal)
+        self._engine = engine
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = LargeRequestReader() if is_server else RequestReader()
@@ -295,6 +296,11 @@ class Service:
     def is_working(self) -> bool:
         """Whether requests are being worked on."""
         return self._worker.is_alive
+
+    @property
+    def cluster_state(self) -> Mapping[str, int]:
+        """Numbers of the processes that train for this one (`ClusterEngine.cluster_state`); empty without a cluster."""
+        return getattr(self._engine, "cluster_state", {})
 
     @property
     def storage_problem(self) -> StorageProblem | None:

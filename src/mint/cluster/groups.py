@@ -1,0 +1,190 @@
+"""A group of ranks as Ray actors: starts them in one placement group, gives work to all, notices who died or is frozen.
+
+A group lives as long as all its ranks. If one is lost, the others wait for it in a collective, so the whole group is
+ended (`RankLostError`). The only module that knows Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mint.cluster.rank import Answer, OpenEngine, Rank, Work
+from mint.engine.reductions.division import PeerFailedError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0
+"""The longest time in which the ranks of a group start: each loads torch, and joins the others."""
+
+HEARTBEAT_S = 2.0
+"""How often the ranks are asked for a sign of life while they work."""
+
+SILENCE_S = 30.0
+"""A rank is frozen if it gives no sign of life for so long. The thread that gives it computes nothing."""
+
+OBJECT_STORE_BYTES = 256 << 20
+"""The memory that Ray may use for what processes send each other; what does not fit is written to the disk."""
+
+
+class RankLostError(RuntimeError):
+    """A rank has died or is frozen, and the group has been ended."""
+
+
+class RankGroup:
+    """The ranks of one group. One thread at a time uses it."""
+
+    def __init__(self, open_engine: OpenEngine, world: int, *, silence_s: float = SILENCE_S) -> None:
+        """Starts `world` ranks; returns when all have joined. Starts Ray first, if it does not run.
+
+        Raises:
+            RankLostError: a rank has died as it started.
+            Exception: what an engine has raised as it was made.
+        """
+        self.world = world
+        self.pids: list[int] = []
+        self._silence_s = silence_s
+        _start_ray(world)
+        self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
+        self._placement = placement_group([{"CPU": 1}] * world, strategy="PACK")
+        # A thread gives signs of life, beside the one that works.
+        remote = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"health": 1})(Rank)
+        actor = remote.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
+            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": _loopback()}},
+        )
+        self._ranks: list[Any] = [actor.remote(open_engine) for _ in range(world)]
+        store = str(self._folder / "store")
+        try:
+            joining = [own.join.remote(rank, world, store) for rank, own in enumerate(self._ranks)]
+            answers = ray.get(joining, timeout=START_TIMEOUT_S)
+        except RayError as error:  # also that the time is over
+            self._lose(f"a rank could not start: {str(error).strip().splitlines()[-1]}", error)
+        for answer in answers:
+            if answer.error is not None:
+                self.close()
+                raise answer.error
+        self.pids = [answer.value for answer in answers]
+        log.info("%d ranks train together: processes %s", world, ", ".join(map(str, self.pids)))
+
+    def run(self, work: Work) -> Any:
+        """Does the work on every rank; returns the value of the first one.
+
+        Raises:
+            RankLostError: a rank has died or is frozen, or has failed where others have not: the group is ended.
+            Exception: what all ranks have raised; the group can go on.
+        """
+        return self._values(work, every=False)[0]
+
+    def run_for_all(self, work: Work) -> list[Any]:
+        """Same as `run`; returns the values of all ranks."""
+        return self._values(work, every=True)
+
+    def close(self) -> None:
+        """Ends all ranks at once, also frozen ones."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # a frozen process does not read what Ray sends it
+        for own in self._ranks:
+            ray.kill(own)
+        remove_placement_group(self._placement)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _values(self, work: Work, *, every: bool) -> list[Any]:
+        sent = ray.put(work)  # once for all ranks
+        running = [own.run.remote(sent, keeps_value=every or own is self._ranks[0]) for own in self._ranks]
+        answers = self._wait(running)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if not errors:
+            return [answer.value for answer in answers]
+        first = next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
+        if len(errors) < self.world:  # some ranks hold now what others do not
+            self._lose(f"the work failed on {len(errors)} of {self.world} ranks: {first}", first)
+        raise first
+
+    def _wait(self, running: Sequence[Any]) -> list[Answer]:
+        """The answers of all ranks."""
+        silent_since = [time.monotonic()] * self.world
+        asked: dict[Any, int] = {}  # reference → rank
+        waiting = list(running)
+        try:
+            while waiting:
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=HEARTBEAT_S)
+                ray.get([reference for reference in running if reference not in waiting])
+                alive, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+                for reference in alive:
+                    ray.get(reference)
+                    silent_since[asked.pop(reference)] = time.monotonic()
+                for rank, since in enumerate(silent_since):
+                    silence_s = time.monotonic() - since
+                    if running[rank] in waiting and silence_s > self._silence_s:
+                        self._lose(f"rank {rank} (process {self.pids[rank]}) is silent since {silence_s:.0f} s")
+                    if rank not in asked.values():
+                        ask = self._ranks[rank].is_alive.options(concurrency_group="health")
+                        asked[ask.remote()] = rank
+            return ray.get(list(running))
+        except RayError as error:
+            self._lose(f"a rank has died: {_first_line(error)}", error)
+
+    def _lose(self, reason: str, error: Exception | None = None) -> NoReturn:
+        self.close()
+        raise RankLostError(reason) from error
+
+
+def _start_ray(world: int) -> None:
+    """Starts Ray on this machine, unless it runs already."""
+    if ray.is_initialized():
+        return
+    started = threading.Event()
+    failure: list[Exception] = []
+
+    def start() -> None:
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(world, os.cpu_count() or 1),  # places for ranks; Ray binds no processors
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=tempfile.mkdtemp(prefix="mint-ray-"),  # private, and short enough for names of sockets
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            failure.append(error)
+            return
+        finally:
+            started.set()
+        threading.Event().wait()
+
+    # On a thread that does not end: Linux ends Ray's processes with the thread that started them. Not on the main
+    # thread: there, Ray replaces the program's handler of SIGTERM.
+    threading.Thread(target=start, name="mint-ray", daemon=True).start()
+    started.wait()
+    if not ray.is_initialized():
+        reason = _first_line(failure[0]) if failure else "see the log"
+        raise RankLostError(f"Ray could not start: {reason}")
+
+
+def _loopback() -> str:
+    """The name of the network interface of this machine alone."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

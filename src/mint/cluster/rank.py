@@ -1,0 +1,78 @@
+"""One rank: a process with an engine that runs each pass together with the other ranks.
+
+All ranks hold the same models and do the same work in the same order. Knows nothing of Ray: `groups` makes an actor of
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed.distributed_c10d as dist
+
+from mint.cluster.sums import Ranks
+from mint.engine.protocol import Engine, is_out_of_memory
+from mint.engine.reductions.division import PeerFailedError, Peers
+from mint.errors import MintError
+
+log = logging.getLogger(__name__)
+
+OpenEngine = Callable[[Peers], Engine]
+"""Makes the engine of a rank, whose passes run with the given peers. It is called in the rank's process."""
+
+Work = Callable[[Engine], Any]
+"""What a rank does with its engine."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the work has returned on one rank, or the error that it raised there."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class Rank:
+    """A rank, in a process of its own."""
+
+    def __init__(self, open_engine: OpenEngine) -> None:
+        self._open_engine = open_engine
+        self._engine: Engine | None = None
+
+    def join(self, rank: int, world: int, store: str) -> Answer:
+        """Joins the group of all ranks, which meet in the file `store`, and makes the engine: the answer is the process
+        id."""
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            self._engine = self._open_engine(Ranks())
+        except Exception as error:  # the boundary, as in `run`
+            log.exception("the rank could not start")
+            return Answer(error=_portable(error))
+        return Answer(os.getpid())
+
+    def run(self, work: Work, *, keeps_value: bool) -> Answer:
+        """Does the work; its value is left out of the answer if nobody needs that of this rank."""
+        assert self._engine is not None, "the rank has not joined"
+        try:
+            value = work(self._engine)
+        except Exception as error:  # the boundary: what is raised here is raised where the group was called
+            if not isinstance(error, (MintError, PeerFailedError)):
+                log.exception("the work failed on this rank")
+            return Answer(error=_portable(error))
+        return Answer(value if keeps_value else None)
+
+    def is_alive(self) -> bool:
+        """True, from a process that is not frozen. Another thread than that of `run` answers."""
+        return True
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as one that any process can read, and that `is_out_of_memory` knows."""
+    if isinstance(error, (MintError, PeerFailedError)):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    return MemoryError(text) if is_out_of_memory(error) else RuntimeError(text)

@@ -1,0 +1,58 @@
+"""Makes the engine of `--cluster local`: ranks on this machine that train, beside this process, which samples."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+from mint.config import Settings, protect_ray
+from mint.errors import InvalidRequestError, MissingExtraError
+
+if TYPE_CHECKING:
+    from mint.cluster.engine import ClusterEngine
+    from mint.engine.reductions.division import Peers
+    from mint.engine.torch_engine import TorchEngine
+
+MICRO_BATCH_ROWS = 1024
+"""The rows of a micro-batch unless the settings say them: for every number of ranks the same, and so are the bits.
+
+Eight ranks are busy from about 8,000 rows of a request on. benchmarks/LOG.md has what smaller ones cost one rank.
+"""
+
+
+class OpenTorchEngine(Protocol):
+    """`embedded.torch_engine`."""
+
+    def __call__(self, settings: Settings, *, peers: Peers | None = None) -> TorchEngine: ...
+
+
+def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterEngine:
+    """The engine of a cluster on this machine.
+
+    Raises:
+        MissingExtraError: the `local` or the `cluster` extra is not installed.
+        InvalidRequestError: this machine has a GPU, for which this was never run.
+    """
+    if find_spec("ray") is None:
+        raise MissingExtraError("training on several processes needs ray", remedy="pip install 'mint[local,cluster]'")
+    protect_ray()
+    rows = settings.micro_batch_rows or MICRO_BATCH_ROWS
+    # Ranks get neither the key for a server nor that of a judge.
+    own = settings.model_copy(update={"micro_batch_rows": rows, "api_key": None, "judge_api_key": None})
+    sampler = open_engine(own)
+    if sampler.uses_gpu:
+        raise InvalidRequestError(
+            "trains on CPUs alone so far, and this machine has a GPU",
+            field="cluster",
+            value=settings.cluster,
+            remedy="Leave it out; or set CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+    from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import
+
+    return ClusterEngine(sampler, partial(_rank_engine, own, open_engine), settings.trainers)
+
+
+def _rank_engine(settings: Settings, open_engine: OpenTorchEngine, peers: Peers) -> TorchEngine:
+    """The engine of one rank; called in its process."""
+    return open_engine(settings, peers=peers)

@@ -1,0 +1,141 @@
+"""A service whose engine is a cluster: the same results as one process, also if a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_models import write_model
+from waiting import wait_until
+
+pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
+
+from clusters import cluster, grpo_step, open_model, torch_engine
+
+import mint
+from mint import types
+from mint.cluster import groups
+from mint.cluster.engine import ClusterEngine
+from mint.compose.embedded import open_embedded
+from mint.engine.protocol import Engine, ModelsLostError
+from mint.errors import InvalidRequestError, NotFoundError
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, "tied")
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ClusterEngine]:
+    engine = cluster(2)
+    yield engine
+    engine.close()
+
+
+def program(data_dir: Path, folder: Path, engine: Engine, *, kill_at: int | None = None) -> list[object]:
+    """A small run through the SDK: what it samples, its losses and its digests; a rank is killed in step `kill_at`."""
+    seen: list[object] = []
+    with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=data_dir, engine=engine)) as service:
+        client = service.create_lora_training_client(str(folder), rank=4, seed=3)
+        for step in range(STEPS):
+            sampler = client.save_weights_and_get_sampling_client()
+            params = types.SamplingParams(max_tokens=6, seed=step)
+            samples = sampler.sample(types.ModelInput.from_ints([20 + step, 30]), 4, params).result()
+            seen += [(own.tokens, own.logprobs) for own in samples.sequences]
+            data = [
+                types.Datum(
+                    model_input=types.ModelInput.from_ints([20 + step, 30, *own.tokens[:-1]]),
+                    loss_fn_inputs={"target_tokens": [30, *own.tokens], "weights": [0.0] + [1.0] * len(own.tokens)},
+                )
+                for own in samples.sequences * 8
+            ]
+            passed = client.forward_backward(data, "cross_entropy")
+            if step == kill_at:
+                assert isinstance(engine, ClusterEngine)
+                os.kill(engine.processes[1], signal.SIGKILL)
+            stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+            seen += [passed.result().metrics["loss:sum"], stepped.result().state_digest]
+    return seen
+
+
+def test_a_run_on_ranks_gives_the_bits_of_one_process(tmp_path: Path, folder: Path, engine: ClusterEngine) -> None:
+    assert program(tmp_path / "two", folder, engine) == program(tmp_path / "one", folder, torch_engine())
+
+
+def test_a_run_in_which_a_rank_is_killed_gives_the_same(tmp_path: Path, folder: Path, engine: ClusterEngine) -> None:
+    lost = engine.cluster_state["lost"]
+    disturbed = program(tmp_path / "killed", folder, engine, kill_at=3)
+    assert engine.cluster_state["lost"] == lost + 1
+    assert disturbed == program(tmp_path / "one", folder, torch_engine())
+
+
+def test_a_frozen_rank_is_noticed_and_the_ranks_start_again(
+    folder: Path, engine: ClusterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_model(engine, folder)
+    first = grpo_step(engine, folder, 0)
+    frozen = engine.processes[0]
+    monkeypatch.setattr(engine._group, "_silence_s", 5.0)
+    os.kill(frozen, signal.SIGSTOP)
+    with pytest.raises(ModelsLostError, match="silent"):
+        grpo_step(engine, folder, 1)
+    assert not engine.has_model("m")
+    wait_until(lambda: not Path(f"/proc/{frozen}").exists())
+    open_model(engine, folder)
+    assert grpo_step(engine, folder, 0) == first
+
+
+def test_an_error_is_raised_as_by_one_process_and_the_ranks_live_on(folder: Path, engine: ClusterEngine) -> None:
+    open_model(engine, folder)
+    processes = engine.processes
+    with pytest.raises(NotFoundError):
+        engine.state_digest("other")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        engine._run(lambda _engine: 1 // 0)
+    assert engine.processes == processes and engine.state_digest("m")
+
+
+def test_ranks_that_disagree_start_again(folder: Path, engine: ClusterEngine) -> None:
+    open_model(engine, folder)
+    grpo_step(engine, folder, 0)
+
+    last = engine.processes[1]
+
+    def fails_on_one(_engine: Engine) -> None:
+        if os.getpid() == last:
+            raise MemoryError("one rank alone")
+
+    with pytest.raises(ModelsLostError, match="1 of 2 ranks"):
+        engine._run(fails_on_one)
+    assert not engine.has_model("m")
+
+
+def test_a_rank_with_other_numbers_is_refused(folder: Path) -> None:
+    engine = cluster(1, rank_dtype="bfloat16")
+    with pytest.raises(InvalidRequestError, match="dtype"):
+        open_model(engine, folder)
+    engine.close()
+
+
+def test_who_lacks_the_token_cannot_use_the_ports_of_the_cluster(folder: Path, engine: ClusterEngine) -> None:
+    open_model(engine, folder)
+    address = groups.ray.get_runtime_context().gcs_address
+    program = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); print('in')"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for more, is_in in (({}, False), ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, False)):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=own | more, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ("in" in done.stdout) == is_in and done.returncode != 0
