@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SIZES_KIB = (4, 32, 64, 128)
+SIZES_KIB = (4, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 64)), 128)
 """A disk on which the folders, the locks, the database, or its first tables find no room."""
 
 SERVE = [sys.executable, "-c", "from mint.cli.main import app; app()", "serve", "--port", "0"]
