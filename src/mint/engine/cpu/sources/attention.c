@@ -18,6 +18,11 @@
 #define QUERIES 8     /* computed at once */
 #define MOST 32       /* that may share turned keys */
 #define TURNED 11     /* so many words of a key are turned in the time in which the lanes of a score are added up */
+#if LANES == 8
+#define HELD_SUMS 8 /* vectors of sums that fit into the registers, beside what is added */
+#else
+#define HELD_SUMS 16
+#endif
 #define CACHED_SCORES (1 << 16) /* scores that stay in the level-2 cache, with the keys */
 
 /* total + a * b for words. */
@@ -64,7 +69,8 @@ INLINE void score(const int count, const int panels, const int steps, const int 
                 if (lane % 2 == 1) total[p][n] = level[0][p][n] + total[p][n];
                 if (lane % 4 == 3) total[p][n] = level[1][p][n] + total[p][n];
                 if (lane % 8 == 7) total[p][n] = level[2][p][n] + total[p][n];
-                if (lane == 15) *(vf *)(scores[p] + at + n * LANES) = level[3][p][n] + total[p][n];
+                if (lane % 16 == 15) total[p][n] = level[3][p][n] + total[p][n];
+                if (lane == LANES - 1) *(vf *)(scores[p] + at + n * LANES) = total[p][n];
                 level[lane % 2 == 0 ? 0 : lane % 4 == 1 ? 1 : lane % 8 == 3 ? 2 : 3][p][n] = total[p][n];
             }
     }
@@ -143,7 +149,9 @@ typedef void Mix(float *const *shares, int64_t at, const char *rows, int64_t str
 #define MIX(P, N, HALF) \
     __attribute__((noinline)) static void mix_##P##_##N##_##HALF( \
         float *const *shares, int64_t at, const char *rows, int64_t stride, int64_t keys, float *mixed, int64_t dim) { \
-        mix(P, N, HALF, shares, at, rows, stride, keys, mixed, dim); \
+        const int held = (P) * (N) > HELD_SUMS ? HELD_SUMS / (N) : (P); \
+        for (int p = 0; p < (P); p += held) \
+            mix(held, N, HALF, shares + p, at, rows, stride, keys, mixed + p * dim, dim); \
     }
 #define SCORES(D, HALF) \
     SCORE(1, 1, D, HALF) SCORE(2, 1, D, HALF) SCORE(4, 1, D, HALF) DOT(1, D, HALF) DOT(2, D, HALF)
@@ -326,7 +334,7 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
     const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
     const int64_t before = p->prefix_count[r], own = p->own[r];
     const char *keys = in->heads + (p->query_heads + k) * q->dim * size, *values = keys + p->kv_heads * q->dim * size;
-    float inverse[LANES];
+    float inverse[MOST];
     turn_keys(q, keys + own * wide * size, wide, p->row[end - 1] - own + 1, q->turned);
     for (int64_t start = 0; start < (end - r) * groups; start += QUERIES) {
         int64_t count = (end - r) * groups - start < QUERIES ? (end - r) * groups - start : QUERIES;

@@ -86,7 +86,7 @@ static void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
-/* Of up to 8 queries: from scores to shares, and from d / d share to d / d score; zeros from `low` to their own `firsts`,
+/* Of up to LANES queries: from scores to shares, and from d / d share to d / d score; zeros from `low` to their own `firsts`,
    and from their own `keys` to `padded`. */
 static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *firsts, const int64_t *keys,
                              const float *sinks, int64_t count, int64_t low, int64_t padded) {
@@ -171,7 +171,7 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
     memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
     times_turned(block->queries, dim, span->turned_keys + low * dim, seen, block->shares + low, width);
     times_turned(block->grads, dim, span->turned_values + low * dim, seen, block->slopes + low, width);
-    float *shares[QUERIES], *slopes[QUERIES], own_sinks[LANES] = {0};
+    float *shares[QUERIES], *slopes[QUERIES], own_sinks[2 * QUERIES] = {0};
     int64_t firsts[QUERIES], keys[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
         shares[i] = block->shares + i * width;
@@ -180,7 +180,9 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
         if (i < used && sinks) own_sinks[i] = sinks[head + i % heads_taken];
         if (i >= used) memset(shares[i], 0, sizeof(float) * padded), memset(slopes[i], 0, sizeof(float) * padded);
     }
-    softmax_backward(shares, slopes, firsts, keys, sinks ? own_sinks : 0, used, low, padded);
+    for (int64_t i = 0; i < used; i += LANES)
+        softmax_backward(shares + i, slopes + i, firsts + i, keys + i, sinks ? own_sinks + i : 0,
+                         used - i < LANES ? used - i : LANES, low, padded);
     mix_keys(block->slopes + low, width, span->keys + low * dim, seen, dim, block->found);
     add_outer(block->slopes + low, width, block->queries, seen, dim, span->key_grads + low * dim);
     add_outer(block->shares + low, width, block->grads, seen, dim, span->value_grads + low * dim);

@@ -8,6 +8,8 @@
 /* Parts `first` to `last` of what there is to do; 0, or why it could not be done. */
 typedef int Kernel(const void *arguments, int64_t first, int64_t last);
 
+#define PANEL 16 /* outputs of a matrix that lie side by side */
+
 typedef struct {
     const float *x;
     const int32_t *packed;

@@ -10,7 +10,8 @@
 #include "calls.h"
 #include "lanes.h"
 
-#define COLUMNS 32 /* of a block; 16 where D has no more */
+#define COLUMNS 32 /* of a block, and */
+#define NARROW 16  /* where D is no multiple of that */
 #define STEPS 16   /* whose states a gradient keeps at once */
 #define NOTHING (-1)
 
@@ -160,13 +161,13 @@ static void keep_window(const DeltaNet *n, const float *wide, const float *windo
             for (int v = 0; v < VECTORS; v++) *(vf *)(state + (i * VECTORS + v) * LANES) += known[v] * key[i];      \
     }
 
-SCAN_ROW(scan_row_16, 1)
-SCAN_ROW(scan_row_32, 2)
+SCAN_ROW(scan_row_16, NARROW / LANES)
+SCAN_ROW(scan_row_32, COLUMNS / LANES)
 
 INLINE void scan_row(int64_t columns, float *state, const float *query, const float *key, float overlap,
                      const float *value, float decay, float beta, int64_t dim, float *written, float *read,
                      float *decayed) {
-    if (columns == LANES)
+    if (columns == NARROW)
         scan_row_16(state, query, key, overlap, value, decay, beta, dim, written, read, decayed);
     else
         scan_row_32(state, query, key, overlap, value, decay, beta, dim, written, read, decayed);
@@ -212,7 +213,7 @@ INLINE float *slot_of(float *states, int64_t slot, int64_t size) { return slot <
 static void run_span(const DeltaNet *n, const float *wide, float *windows, float *heads, float *out, int64_t span,
                      int64_t key_head, Rows *rows, float *block) {
     const int64_t dim = n->key_dim, value_dim = n->value_dim, each = n->value_heads / n->key_heads;
-    const int64_t channels = channels_of(n), columns = value_dim % COLUMNS ? LANES : COLUMNS;
+    const int64_t channels = channels_of(n), columns = value_dim % COLUMNS ? NARROW : COLUMNS;
     const int64_t start = n->starts[span], length = n->stops[span] - start;
     const float *window = slot_of(windows, n->loaded[span], (n->taps - 1) * channels);
     float written[COLUMNS], read[COLUMNS];
@@ -301,8 +302,8 @@ int delta_forward(const DeltaForward *in, int64_t first, int64_t last) {
         sums_of_row[2] = sum(total);                                                                                \
     }
 
-BACK_ROW(back_row_16, 1)
-BACK_ROW(back_row_32, 2)
+BACK_ROW(back_row_16, NARROW / LANES)
+BACK_ROW(back_row_32, COLUMNS / LANES)
 
 /* Scratch of a gradient. */
 typedef struct {
@@ -349,7 +350,7 @@ static void block_gradient(const DeltaBackward *in, int64_t span, int64_t head, 
         }
         for (int64_t t = to - 1; t >= from; t--) {
             const float *grad = in->grad + ((start + t) * n->value_heads + head) * value_dim + column;
-            (columns == LANES ? back_row_16 : back_row_32)(
+            (columns == NARROW ? back_row_16 : back_row_32)(
                 s->block_grad, s->decayed + (t - from) * size, r->queries + t * dim, r->keys + t * dim, r->overlaps[t],
                 grad, s->written + (t - from) * columns, s->errors + (t - from) * columns, r->decays[t], r->betas[t],
                 dim, s->query_grads + t * dim, s->key_grads + t * dim, s->value_grads + t * value_dim + column, found);
@@ -418,7 +419,7 @@ static void channel_gradient(const DeltaBackward *in, int64_t span, int64_t firs
 static void span_gradient(const DeltaBackward *in, int64_t span, int64_t key_head, Scratch *s) {
     const DeltaNet *n = in->net;
     const int64_t dim = n->key_dim, value_dim = n->value_dim, each = n->value_heads / n->key_heads, width = width_of(n);
-    const int64_t columns = value_dim % COLUMNS ? LANES : COLUMNS;
+    const int64_t columns = value_dim % COLUMNS ? NARROW : COLUMNS;
     const int64_t start = n->starts[span], length = n->stops[span] - start;
     const float *window = slot_of(in->windows, n->loaded[span], (n->taps - 1) * channels_of(n));
     const Rows *r = &s->rows;

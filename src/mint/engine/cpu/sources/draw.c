@@ -8,7 +8,7 @@
 
 #define STRETCH 64 /* logits whose weights are summed before they are cumulated */
 
-/* 16 logits from `at` on; those past the last weigh nothing. */
+/* LANES logits from `at` on; those past the last weigh nothing. */
 INLINE vf logits_at(const float *row, int64_t at, int64_t width) {
     if (at + LANES <= width) return *(const vf *)(row + at);
     float rest[LANES];
@@ -19,10 +19,7 @@ INLINE vf logits_at(const float *row, int64_t at, int64_t width) {
 static float largest(const float *row, int64_t width) {
     vf highest = logits_at(row, 0, width);
     for (int64_t i = LANES; i < width; i += LANES) highest = larger(logits_at(row, i, width), highest);
-    highest = larger(halves(highest), highest);
-    highest = larger(quarters(highest), highest);
-    highest = larger(twos(highest), highest);
-    return larger(ones(highest), highest)[0];
+    return largest_lane(highest);
 }
 
 /* exp(x - most), divided before by `divisor`, the temperature; what is not a number must not be hidden. */

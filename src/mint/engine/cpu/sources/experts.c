@@ -182,7 +182,7 @@ typedef struct {
 /* out [P, I]: rows x [P, O] times the transposes of their experts' matrices [O, I], panels `first` to `last` of each. */
 int multiply_transposes(const MultiplyTransposes *in, int64_t first, int64_t last) {
     int code = 0;
-    int64_t panel = LANES * in->bytes * in->outputs, most = TURNED_BYTES / panel + 1;
+    int64_t panel = PANEL * in->bytes * in->outputs, most = TURNED_BYTES / panel + 1;
     if (most > last - first) most = last - first;
     char *turned = malloc(panel * most + 1);
     if (!turned) return 2;
@@ -192,7 +192,7 @@ int multiply_transposes(const MultiplyTransposes *in, int64_t first, int64_t las
             count = last - p < most ? last - p : most;
             Turn turn = {in->panels[e], in->inputs, in->outputs, (int32_t *)(turned - p * panel)};
             Product own = {in->x + start * in->outputs, (int32_t *)turned, rows, in->outputs, in->inputs, 0,
-                           in->out + start * in->inputs + p * LANES};
+                           in->out + start * in->inputs + p * PANEL};
             code = in->turn(&turn, p, p + count);
             if (!code) code = in->product(&own, 0, count);
         }
@@ -239,18 +239,18 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
     const uint32_t *from = (const uint32_t *)in->source;
     uint32_t *to = (uint32_t *)in->target;
     for (int64_t p = first; p < last; p++)
-        for (int64_t o = 0; o < in->outputs; o += LANES) {
+        for (int64_t o = 0; o < in->outputs; o += PANEL) {
             vl block[8];
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) { /* two outputs and two inputs lie together: these are turned, then all such */
-                const uint32_t *source = from + o * (in->inputs / 2) + (p * 8 + i) * LANES;
+                const uint32_t *source = from + o * (in->inputs / 2) + (p * 8 + i) * PANEL;
                 vl own = *(const vl *)source;
-                __builtin_prefetch(source + AHEAD * LANES * (in->inputs / 2));
+                __builtin_prefetch(source + AHEAD * PANEL * (in->inputs / 2));
                 block[i] = (own & 0xffff00000000ffffUL) | ((own >> 16) & 0xffff0000UL) | ((own << 16) & 0xffff00000000UL);
             }
             turn_longs(block);
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) *(vl *)(to + (p * in->outputs + o) * 8 + i * LANES) = block[i];
+            for (int i = 0; i < 8; i++) *(vl *)(to + (p * in->outputs + o) * 8 + i * PANEL) = block[i];
         }
     return 0;
 }

@@ -1,4 +1,7 @@
-/* What the kernels share: 16 floats at a time, whatever the processor's own width; sums and exponentials of them. */
+/* What the kernels share: as many floats at a time as the processor has lanes; sums and exponentials of them.
+
+   The number of lanes decides in which order sums are added up, and so the last bits. GCC computes vectors that are wider
+   than a register in memory, twenty times slower. */
 
 #ifndef MINT_LANES
 #define MINT_LANES
@@ -12,17 +15,27 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* In a register, not loaded again wherever it is used. */
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #define HELD(x) __asm__("" : "+v"(x))
+#elif defined(__AVX2__)
+#define HELD(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define HELD(x) __asm__("" : "+w"(x))
 #else
 #define HELD(x) (void)(x)
 #endif
@@ -45,7 +58,7 @@ INLINE void store(char *base, int64_t at, vf x, int half) {
     else *(vf *)((float *)base + at) = x;
 }
 
-/* Of 32 bfloat16, those with even and with odd numbers. */
+/* Of pairs of bfloat16, those with even and with odd numbers. */
 INLINE vf even(vf pairs) { return (vf)((vu)pairs << 16); }
 INLINE vf odd(vf pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 
@@ -55,14 +68,36 @@ INLINE vf odd(vf pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 #define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
+/* Of pairs of numbers in a and then b, the first ones and the second ones; and pairs made of a and b. Then lanes 8, 4, 2
+   and 1 places on. */
+#if LANES == 16
 INLINE vf firsts(vf a, vf b) { return SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30); }
 INLINE vf seconds(vf a, vf b) { return SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31); }
-
-/* Lanes 8, 4, 2 and 1 places on. */
+INLINE vf first_pairs(vf a, vf b) { return SHUFFLED(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+INLINE vf last_pairs(vf a, vf b) { return SHUFFLED(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); }
 INLINE vf halves(vf x) { return SHUFFLED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE vf quarters(vf x) { return SHUFFLED(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
 INLINE vf twos(vf x) { return SHUFFLED(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
 INLINE vf ones(vf x) { return SHUFFLED(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif LANES == 8
+INLINE vf firsts(vf a, vf b) { return SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
+INLINE vf seconds(vf a, vf b) { return SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
+INLINE vf first_pairs(vf a, vf b) { return SHUFFLED(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+INLINE vf last_pairs(vf a, vf b) { return SHUFFLED(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+INLINE vf quarters(vf x) { return SHUFFLED(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
+INLINE vf twos(vf x) { return SHUFFLED(x, x, 2, 3, 0, 1, 6, 7, 4, 5); }
+INLINE vf ones(vf x) { return SHUFFLED(x, x, 1, 0, 3, 2, 5, 4, 7, 6); }
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+INLINE vf firsts(vf a, vf b) { return SHUFFLED(a, b, 0, 2, 4, 6); }
+INLINE vf seconds(vf a, vf b) { return SHUFFLED(a, b, 1, 3, 5, 7); }
+INLINE vf first_pairs(vf a, vf b) { return SHUFFLED(a, b, 0, 4, 1, 5); }
+INLINE vf last_pairs(vf a, vf b) { return SHUFFLED(a, b, 2, 6, 3, 7); }
+INLINE vf twos(vf x) { return SHUFFLED(x, x, 2, 3, 0, 1); }
+INLINE vf ones(vf x) { return SHUFFLED(x, x, 1, 0, 3, 2); }
+#define NUMBERS {0, 1, 2, 3}
+#endif
 
 /* Lane i of the result is the sum of the lanes of a[i]. */
 INLINE vf sums(vf *a) {
@@ -93,7 +128,8 @@ INLINE vf maxima(vf *a) {
     return a[0];
 }
 
-/* to[16 * w + i] = word w of row i, for 16 words from `at` bytes on. */
+/* to[LANES * w + i] = word w of row i, for LANES words from `at` bytes on. */
+#if LANES == 16
 INLINE void turn_words(const char *const *rows, int64_t at, float *to) {
     vf a[LANES], b[LANES];
 #pragma GCC unroll 16
@@ -123,25 +159,67 @@ INLINE void turn_words(const char *const *rows, int64_t at, float *to) {
         *(vf *)(to + (12 + c) * LANES) = SHUFFLED(high, high2, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     }
 }
+#else
+typedef int32_t Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+#ifdef __clang__
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (Four){__VA_ARGS__})
+#endif
+
+INLINE void turn_words(const char *const *rows, int64_t at, float *to) {
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+        for (int w = 0; w < LANES; w += 4) {
+            Four a = *(const Four *)(rows[i] + at + 4 * w), b = *(const Four *)(rows[i + 1] + at + 4 * w);
+            Four c = *(const Four *)(rows[i + 2] + at + 4 * w), d = *(const Four *)(rows[i + 3] + at + 4 * w);
+            Four low = MIXED(a, b, 0, 4, 1, 5), high = MIXED(a, b, 2, 6, 3, 7);
+            Four low2 = MIXED(c, d, 0, 4, 1, 5), high2 = MIXED(c, d, 2, 6, 3, 7);
+            float *place = to + w * LANES + i;
+            *(Four *)place = MIXED(low, low2, 0, 1, 4, 5);
+            *(Four *)(place + LANES) = MIXED(low, low2, 2, 3, 6, 7);
+            *(Four *)(place + 2 * LANES) = MIXED(high, high2, 0, 1, 4, 5);
+            *(Four *)(place + 3 * LANES) = MIXED(high, high2, 2, 3, 6, 7);
+        }
+}
+#undef MIXED
+#endif
 
 INLINE float sum(vf x) {
+#if LANES >= 16
     x += halves(x);
+#endif
+#if LANES >= 8
     x += quarters(x);
+#endif
     x += twos(x);
     x += ones(x);
     return x[0];
 }
 
+INLINE float largest_lane(vf x) {
+#if LANES >= 16
+    x = larger(halves(x), x);
+#endif
+#if LANES >= 8
+    x = larger(quarters(x), x);
+#endif
+    x = larger(twos(x), x);
+    return larger(ones(x), x)[0];
+}
+
 /* x in the first `count` lanes, and `other` in the rest. */
 INLINE vf first_lanes(vf x, int64_t count, float other) {
-    const vi numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi numbers = NUMBERS;
     vi inside = numbers < (int32_t)(count < LANES ? count : LANES);
     return (vf)(((vi)x & inside) | ((vi)((vf){0} + other) & ~inside));
 }
 
 /* x but in the first `count` lanes, which are `other`. */
 INLINE vf later_lanes(vf x, int64_t count, float other) {
-    const vi numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi numbers = NUMBERS;
     vi outside = numbers < (int32_t)count;
     return (vf)(((vi)x & ~outside) | ((vi)((vf){0} + other) & outside));
 }
@@ -175,9 +253,9 @@ INLINE vf sigmoid(vf x, vf *rest) {
 /* `key` rounded down to a multiple of LANES. */
 INLINE int64_t whole_lanes(int64_t key) { return key / LANES * LANES; }
 
-/* Of up to 16 rows p: scores[p] from firsts[p] to keys[p] -> exp(scale * (scores - max)), with zeros on both sides up to
+/* Of up to LANES rows p: scores[p] from firsts[p] to keys[p] -> exp(scale * (scores - max)), with zeros on both sides up to
    multiples of LANES. Lane p of the result is 1 / their sum, to which exp(sinks[p] - scale * max) is added if there are
-   sinks, 16 of them; they belong to the max, too. */
+   sinks, LANES of them; they belong to the max, too. */
 INLINE vf exponentials(float *const *scores, const int64_t *firsts, const int64_t *keys, int64_t count, float scale,
                        const float *sinks) {
     vf highest[LANES] = {{0}}, total[LANES] = {{0}};

@@ -3,41 +3,68 @@
    A result is one sum in order, whatever the number of rows, the tile that they are computed in, or the thread: bits of
    a row are a function of that row alone. */
 
-#include <string.h>
-
 #include "calls.h"
 #include "tiles.h"
 
-#ifdef __AVX512F__
 #define CHUNK 64     /* rows of a lora that are computed together */
 #define SEGMENT 512  /* and outputs, so that each row's lie side by side */
+
+/* How many sums are computed at once: as many as the registers hold beside what is multiplied. */
+#ifdef __AVX512F__
+#define SQUEEZED(rows, wide) (wide) /* sums of a row in `squeeze` */
+#define WIDENED_ROWS 8
+#define PAIRED 16
+#define SPREAD 4
+#else
+#define SQUEEZED(rows, wide) ((rows) == 1 ? 4 : 2)
+#define WIDENED_ROWS 4
+#define PAIRED 4
+#define SPREAD 1
+#endif
+#define SQUEEZED_ROWS(rows) ((rows) == 1 ? 1 : SQUEEZED(4, 4) == 4 ? 4 : 2)
+
+/* Of `rows` rows of x [rows, I] and `wide` rows of a, the sums by lanes of their products, to found [rows, stride]. */
+INLINE void multiply_rows(const int rows, const int wide, const float *x, const float *const *a, int64_t inputs,
+                          const int stride, Vector *found) {
+    Vector total[4][LANES];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int k = 0; k < wide; k++) total[r][k] = zeros();
+    for (int64_t i = 0; i < inputs; i += LANES) {
+        Vector part[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            part[r] = loaded(x + r * inputs + i);
+            HOLD(part[r]);
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < wide; k++) {
+            Vector weight = loaded(a[k] + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) total[r][k] = fused(part[r], weight, total[r][k]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int k = 0; k < wide; k++) found[r * stride + k] = total[r][k];
+}
 
 /* down [rows, ranks] = x [rows, I] times `wide` rows of a [ranks, I] from `j` on; those past the last are the last
    again. */
 INLINE void squeeze(const int rows, const int wide, const float *x, const float *a, int64_t j, int64_t ranks,
                     int64_t inputs, float *down) {
-    __m512 found[LANES];
+    Vector found[LANES];
     const float *own[LANES];
     float result[LANES];
 #pragma GCC unroll 16
     for (int k = 0; k < wide; k++) own[k] = a + (j + k < ranks ? j + k : ranks - 1) * inputs;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) found[i] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < inputs; i += LANES) {
-        __m512 part[4];
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            part[r] = _mm512_loadu_ps(x + r * inputs + i);
-            __asm__("" : "+v"(part[r])); /* in a register, not loaded again for every product */
-        }
-#pragma GCC unroll 16
-        for (int k = 0; k < wide; k++) {
-            __m512 weight = _mm512_loadu_ps(own[k] + i);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) found[r * wide + k] = _mm512_fmadd_ps(part[r], weight, found[r * wide + k]);
-        }
-    }
-    _mm512_storeu_ps(result, sum_rows(found));
+    for (int r = 0; r < rows; r += SQUEEZED_ROWS(rows))
+        for (int k = 0; k < wide; k += SQUEEZED(rows, wide))
+            multiply_rows(SQUEEZED_ROWS(rows), SQUEEZED(rows, wide), x + r * inputs, own + k, inputs, wide,
+                          found + r * wide + k);
+    put(result, sum_rows(found));
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
 }
@@ -45,20 +72,20 @@ INLINE void squeeze(const int rows, const int wide, const float *x, const float 
 /* out [rows, 16 * wide outputs] += down [rows, rank] times columns [wide, rank, 16]. */
 INLINE void widen(const int rows, const int wide, const float *down, int64_t ranks, const float *columns, int64_t rank,
                   float *out, int64_t outputs) {
-    __m512 total[8][2];
+    Vector total[8][2];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int k = 0; k < wide; k++) total[r][k] = _mm512_setzero_ps();
+        for (int k = 0; k < wide; k++) total[r][k] = zeros();
     for (int64_t j = 0; j < rank; j++) {
-        __m512 weight[2];
+        Vector weight[2];
 #pragma GCC unroll 2
-        for (int k = 0; k < wide; k++) weight[k] = _mm512_loadu_ps(columns + (k * rank + j) * LANES);
+        for (int k = 0; k < wide; k++) weight[k] = loaded(columns + (k * rank + j) * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            __m512 own = _mm512_set1_ps(down[r * ranks + j]);
+            Vector own = same(down[r * ranks + j]);
 #pragma GCC unroll 2
-            for (int k = 0; k < wide; k++) total[r][k] = _mm512_fmadd_ps(own, weight[k], total[r][k]);
+            for (int k = 0; k < wide; k++) total[r][k] = fused(own, weight[k], total[r][k]);
         }
     }
 #pragma GCC unroll 8
@@ -66,7 +93,7 @@ INLINE void widen(const int rows, const int wide, const float *down, int64_t ran
 #pragma GCC unroll 2
         for (int k = 0; k < wide; k++) {
             float *to = out + r * outputs + k * LANES;
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), total[r][k]));
+            put(to, added(loaded(to), total[r][k]));
         }
 }
 
@@ -74,9 +101,13 @@ INLINE void widen(const int rows, const int wide, const float *down, int64_t ran
 INLINE void widen_rows(const int rows, const float *down, int64_t ranks, const float *columns, int64_t rank, float *out,
                        int64_t outputs, int64_t count) {
     int64_t o = 0;
-    for (; o + 2 * LANES <= count; o += 2 * LANES)
-        widen(rows, 2, down, ranks, columns + o * rank, rank, out + o, outputs);
-    if (o < count) widen(rows, 1, down, ranks, columns + o * rank, rank, out + o, outputs);
+    const int held = rows < WIDENED_ROWS ? rows : WIDENED_ROWS;
+    if (WIDENED_ROWS == 8 || rows == 1)
+        for (; o + 2 * LANES <= count; o += 2 * LANES)
+            widen(rows, 2, down, ranks, columns + o * rank, rank, out + o, outputs);
+    for (; o < count; o += LANES)
+        for (int r = 0; r < rows; r += held)
+            widen(held, 1, down + r * ranks, ranks, columns + o * rank, rank, out + r * outputs + o, outputs);
 }
 
 /* From b [16, rank] to columns [rank, 16]. */
@@ -138,16 +169,16 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
    out [rows, 16] = scale * x [rows, count] times a panel [count, 16]. */
 INLINE void narrow(const int rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
                    float *out, int64_t ranks) {
-    __m512 total[ROWS];
+    Vector total[ROWS];
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) total[r] = zeros();
     for (int64_t i = 0; i < count; i++) {
-        __m512 weight = _mm512_loadu_ps(panel + i * LANES);
+        Vector weight = loaded(panel + i * LANES);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) total[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[r * stride + i]), weight, total[r]);
+        for (int r = 0; r < rows; r++) total[r] = fused(same(x[r * stride + i]), weight, total[r]);
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) _mm512_storeu_ps(out + r * ranks, _mm512_mul_ps(total[r], _mm512_set1_ps(scale)));
+    for (int r = 0; r < rows; r++) put(out + r * ranks, scaled(total[r], same(scale)));
 }
 
 static void narrow_rows(int64_t rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
@@ -159,24 +190,26 @@ static void narrow_rows(int64_t rows, const float *x, int64_t stride, int64_t co
     if (r < rows) narrow(1, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
 }
 
-/* out [`places` of 16, those of 16 lanes that `own` says] += left [rows, 16]^T times right [rows, 16]. */
+/* out [`places` of 16, the first `own` of 16 lanes] += left [rows, 16]^T times right [rows, 16]. */
 static void add_pairs(const float *left, int64_t left_stride, const float *right, int64_t right_stride, int64_t rows,
-                      float *out, int64_t out_stride, int64_t places, __mmask16 own) {
-    __m512 total[LANES];
+                      float *out, int64_t out_stride, int64_t places, int64_t own) {
+    for (int first = 0; first < LANES; first += PAIRED) {
+        Vector total[PAIRED];
 #pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++) total[j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < rows; t++) {
-        __m512 vector = _mm512_loadu_ps(right + t * right_stride);
+        for (int j = 0; j < PAIRED; j++) total[j] = zeros();
+        for (int64_t t = 0; t < rows; t++) {
+            Vector vector = loaded(right + t * right_stride);
 #pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++)
-            total[j] = _mm512_fmadd_ps(_mm512_set1_ps(left[t * left_stride + j]), vector, total[j]);
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++)
-        if (j < places) {
-            float *to = out + j * out_stride;
-            _mm512_mask_storeu_ps(to, own, _mm512_add_ps(_mm512_maskz_loadu_ps(own, to), total[j]));
+            for (int j = 0; j < PAIRED; j++)
+                total[j] = fused(same(left[t * left_stride + first + j]), vector, total[j]);
         }
+#pragma GCC unroll 16
+        for (int j = 0; j < PAIRED; j++)
+            if (first + j < places) {
+                float *to = out + (first + j) * out_stride;
+                put_first(to, added(loaded_first(to, own), total[j]), own);
+            }
+    }
 }
 
 /* What a block of rows needs: a and the bs in panels [ranks / 16, inputs or outputs, 16], and scale times the rows
@@ -185,8 +218,6 @@ typedef struct {
     int64_t wide, ranks; /* the rank as a multiple of 16, and that of all parts */
     float *a, *b, *down, *grad_down;
 } Turned;
-
-INLINE __mmask16 first_lanes(int64_t count) { return count < LANES ? (1 << count) - 1 : 0xffff; }
 
 static void turn_parts(const LoraGradient *in, const Turned *turned) {
     const int64_t rank = in->rank, inputs = in->inputs;
@@ -197,7 +228,7 @@ static void turn_parts(const LoraGradient *in, const Turned *turned) {
             for (int64_t i = 0; i < inputs; i++)
                 for (int64_t k = 0; k < LANES; k++) to_a[i * LANES + k] = j + k < rank ? a[(j + k) * inputs + i] : 0;
             for (int64_t i = 0; i < in->widths[part]; i++)
-                _mm512_storeu_ps(to_b + i * LANES, _mm512_maskz_loadu_ps(first_lanes(rank - j), b + i * rank + j));
+                put(to_b + i * LANES, loaded_first(b + i * rank + j, rank - j));
         }
     }
 }
@@ -205,28 +236,28 @@ static void turn_parts(const LoraGradient *in, const Turned *turned) {
 /* grad_x [count, I] += grad_down times a. */
 INLINE void spread(const int rows, const int wide, const LoraGradient *in, const Turned *turned, const float *grad_down,
                    int64_t i, float *grad_x) {
-    __m512 total[ROWS][4];
+    Vector total[ROWS][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int k = 0; k < wide; k++) total[r][k] = _mm512_loadu_ps(grad_x + r * in->inputs + i + k * LANES);
+        for (int k = 0; k < wide; k++) total[r][k] = loaded(grad_x + r * in->inputs + i + k * LANES);
     for (int64_t part = 0; part < in->parts; part++)
         for (int64_t j = 0; j < in->rank; j++) {
             const float *a = in->a + (part * in->rank + j) * in->inputs + i;
-            __m512 weight[4];
+            Vector weight[4];
 #pragma GCC unroll 4
-            for (int k = 0; k < wide; k++) weight[k] = _mm512_loadu_ps(a + k * LANES);
+            for (int k = 0; k < wide; k++) weight[k] = loaded(a + k * LANES);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                __m512 own = _mm512_set1_ps(grad_down[r * turned->ranks + part * turned->wide + j]);
+                Vector own = same(grad_down[r * turned->ranks + part * turned->wide + j]);
 #pragma GCC unroll 4
-                for (int k = 0; k < wide; k++) total[r][k] = _mm512_fmadd_ps(own, weight[k], total[r][k]);
+                for (int k = 0; k < wide; k++) total[r][k] = fused(own, weight[k], total[r][k]);
             }
         }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int k = 0; k < wide; k++) _mm512_storeu_ps(grad_x + r * in->inputs + i + k * LANES, total[r][k]);
+        for (int k = 0; k < wide; k++) put(grad_x + r * in->inputs + i + k * LANES, total[r][k]);
 }
 
 static void spread_rows(int64_t count, const LoraGradient *in, const Turned *turned, float *grad_x) {
@@ -235,8 +266,8 @@ static void spread_rows(int64_t count, const LoraGradient *in, const Turned *tur
         const float *own = turned->grad_down + r * turned->ranks;
         float *to = grad_x + r * in->inputs;
         int64_t i = 0;
-        for (; i + 4 * LANES <= in->inputs; i += 4 * LANES)
-            if (rows == ROWS) spread(ROWS, 4, in, turned, own, i, to);
+        for (; i + 4 * LANES <= in->inputs && (SPREAD == 4 || rows == 1); i += 4 * LANES)
+            if (rows == ROWS) spread(ROWS, SPREAD, in, turned, own, i, to);
             else spread(1, 4, in, turned, own, i, to);
         for (; i < in->inputs; i += LANES)
             if (rows == ROWS) spread(ROWS, 1, in, turned, own, i, to);
@@ -261,12 +292,12 @@ static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t s
         for (int64_t part = 0; part < in->parts; part++)
             for (int64_t j = 0; j < rank; j += LANES)
                 add_pairs(grad_down + part * wide + j, ranks, x + i, inputs, count,
-                          found + (part * rank + j) * inputs + i, inputs, rank - j, 0xffff);
+                          found + (part * rank + j) * inputs + i, inputs, rank - j, LANES);
     for (int64_t part = 0, o = 0, own = 0; part < in->parts; part++, own = 0)
         for (; own < in->widths[part]; own += LANES, o += LANES)
             for (int64_t j = 0; j < rank; j += LANES)
                 add_pairs(grad + o, outputs, down + part * wide + j, ranks, count, grad_b + o * rank + j, rank, LANES,
-                          first_lanes(rank - j));
+                          rank - j);
 }
 
 /* The gradients of a lora from grad [T, O] for the product of x [T, I], of the rows of groups `first` to `last`. */
@@ -288,7 +319,3 @@ int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     free(room);
     return 0;
 }
-#else
-int lora_gradient(const void *arguments, int64_t first, int64_t last) { return 1; }
-int add_lora(const void *arguments, int64_t first, int64_t last) { return 1; }
-#endif

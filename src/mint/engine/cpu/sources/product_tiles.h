@@ -5,11 +5,25 @@
 
 #include "tiles.h"
 
-#ifdef __AVX512F__
 #define ROWS 6         /* of a tile, and */
-#define PANELS 4       /* so many panels: 24 sums, 4 vectors of weights and a row's number fit into 32 registers */
+#define PANELS 4       /* so many panels: with AVX-512, 24 sums, 4 vectors of weights and a row's number are 29 registers */
 
-/* Of a sum over all inputs the piece over those that x has: `words` of them, a row's `stride` after the last one's. */
+/* Panels whose sums fit into the registers, beside the weights and a row's number. */
+#ifdef __AVX512F__
+#define HELD_PANELS(rows) PANELS
+#else
+#define HELD_PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#endif
+
+/* Whether pairs of bfloat16 are multiplied and added by one instruction, which rounds in its own way. */
+#ifdef __AVX512BF16__
+#define MULTIPLIES_HALVES 1
+#else
+#define MULTIPLIES_HALVES 0
+#endif
+
+/* Of a sum over all inputs the piece over those that x has: `words` of them, a row's `stride` after the last one's. In
+   bfloat16, x has pairs of bfloat16 where they are multiplied by one instruction, else a float for each of the two. */
 typedef struct {
     const int32_t *x;
     int64_t stride, words, panel; /* words of a whole panel */
@@ -19,37 +33,50 @@ typedef struct {
     float *out;            /* [rows, O] */
 } Piece;
 
-/* total + x * weight; in bfloat16, of a pair of inputs. */
-INLINE __m512 multiplied(const int half, __m512 total, __m512i x, __m512i weight) {
+/* total + x * weight; in bfloat16, of a pair of inputs, whose numbers lie at `x`. */
+INLINE Vector multiplied(const int half, Vector total, Vector x, Vector weight) {
 #ifdef __AVX512BF16__
     if (half) return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)weight);
 #endif
-    return _mm512_fmadd_ps((__m512)x, (__m512)weight, total);
+    return fused(x, weight, total);
+}
+
+/* How many numbers of a word are multiplied one after the other, and number `n` of them. */
+INLINE int numbers_in(const int half) { return half && !MULTIPLIES_HALVES ? 2 : 1; }
+INLINE Vector number_of(const int half, Vector words, const int n) {
+    return numbers_in(half) == 1 ? words : n == 0 ? even_halves(words) : odd_halves(words);
 }
 
 /* out[at], and so on for the rows and panels. Every `step` bytes from `ahead` on will be wanted next. */
 INLINE void tile(const int half, const int rows, const int panels, const Piece *piece, const int32_t *x,
                  const int32_t *panel, int64_t at, const char *ahead, int64_t step) {
-    __m512 total[ROWS][PANELS];
+    Vector total[ROWS][PANELS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
             const float *before = piece->out + at + r * piece->outputs + p * LANES;
-            total[r][p] = piece->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(before);
+            total[r][p] = piece->begins ? zeros() : loaded(before);
         }
     const int64_t words = piece->words, stride = piece->stride, whole = piece->panel;
+    const int numbers = numbers_in(half);
     for (int64_t i = 0; i < words; i++) {
-        __m512i weight[PANELS];
+        Vector weight[PANELS];
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) weight[p] = _mm512_loadu_si512(panel + p * whole + i * LANES);
-        _mm_prefetch(ahead + i * step, _MM_HINT_T1);
+        for (int p = 0; p < panels; p++) weight[p] = loaded((const float *)panel + p * whole + i * LANES);
+        __builtin_prefetch(ahead + i * step, 0, 2);
+#pragma GCC unroll 2
+        for (int number = 0; number < numbers; number++) {
+            Vector own_weight[PANELS];
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) own_weight[p] = number_of(half, weight[p], number);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            __m512i own = _mm512_set1_epi32(x[r * stride + i]);
-            __asm__("" : "+v"(own)); /* in a register, not loaded again for every panel */
+            for (int r = 0; r < rows; r++) {
+                Vector own = same(((const float *)x)[r * stride + i * numbers + number]);
+                HOLD(own);
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++) total[r][p] = multiplied(half, total[r][p], own, weight[p]);
+                for (int p = 0; p < panels; p++) total[r][p] = multiplied(half, total[r][p], own, own_weight[p]);
+            }
         }
     }
     const float *residual = piece->ends ? piece->residual : 0;
@@ -58,9 +85,20 @@ INLINE void tile(const int half, const int rows, const int panels, const Piece *
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
             int64_t place = at + r * piece->outputs + p * LANES;
-            if (residual) total[r][p] = _mm512_add_ps(total[r][p], _mm512_loadu_ps(residual + place));
-            _mm512_storeu_ps(piece->out + place, total[r][p]);
+            if (residual) total[r][p] = added(total[r][p], loaded(residual + place));
+            put(piece->out + place, total[r][p]);
         }
+}
+
+/* The same in as many tiles as the registers hold. */
+INLINE void tiles_of(const int half, const int rows, const int panels, const Piece *piece, const int32_t *x,
+                     const int32_t *panel, int64_t at, const char *ahead, int64_t step) {
+    const int held = HELD_PANELS(rows) < panels ? HELD_PANELS(rows) : panels;
+    const int64_t own_step = step * held / panels;
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; p += held)
+        tile(half, rows, held, piece, x, panel + p * piece->panel, at + p * LANES, ahead + p / held * own_step * piece->words,
+             own_step);
 }
 
 typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, int64_t at, const char *ahead,
@@ -69,7 +107,7 @@ typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, in
     __attribute__((noinline)) static void KIND##_##R##_##P(const Piece *piece, const int32_t *x, \
                                                            const int32_t *panel, int64_t at, const char *ahead, \
                                                            int64_t step) { \
-        tile(HALF, R, P, piece, x, panel, at, ahead, step); \
+        tiles_of(HALF, R, P, piece, x, panel, at, ahead, step); \
     }
 #define WIDTHS(KIND, HALF, R) TILE(KIND, HALF, R, 1) TILE(KIND, HALF, R, 2) TILE(KIND, HALF, R, 4)
 #define NAMES(KIND, R) {KIND##_##R##_1, KIND##_##R##_2, KIND##_##R##_4}
@@ -78,15 +116,25 @@ typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, in
     WIDTHS(KIND, HALF, 4) WIDTHS(KIND, HALF, 5) WIDTHS(KIND, HALF, 6) \
     static Tile *const KIND##_tiles[ROWS][3] = {NAMES(KIND, 1), NAMES(KIND, 2), NAMES(KIND, 3), \
                                                 NAMES(KIND, 4), NAMES(KIND, 5), NAMES(KIND, 6)};
-#endif
 
-#ifdef __AVX512BF16__
-/* A row in bfloat16; `count` is a multiple of 32. */
+/* The words of a row of `inputs` numbers in bfloat16, as a `Piece` has them. */
+INLINE int64_t words_of_halves(int64_t inputs) { return inputs / 2 * numbers_in(1); }
+
+/* A row in bfloat16, as a `Piece` has it; `count` is a multiple of 32. */
 INLINE void round_row(const float *x, int64_t count, int32_t *to) {
+#ifdef __AVX512BF16__
     for (int64_t i = 0; i < count; i += 2 * LANES)
         _mm512_storeu_si512(
             to + i / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + LANES), _mm512_loadu_ps(x + i)));
-}
+#else
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        /* to nearest even; NaN stays NaN */
+        uint32_t found = x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u : (bits & 0xffff0000u) | 0x7fc00000u;
+        memcpy(to + i, &found, sizeof found);
+    }
 #endif
+}
 
 #endif

@@ -9,7 +9,6 @@
 #include "calls.h"
 #include "product_tiles.h"
 
-#ifdef __AVX512F__
 #define TURNED 8       /* panels that are turned side by side: each write or each read alone would jump */
 #define LINE 64
 #define DEPTH 1024     /* words, and */
@@ -94,14 +93,7 @@ int product_floats(const Product *in, int64_t first, int64_t last) {
         }
     return 0;
 }
-#else
-int pack_words(const void *arguments, int64_t first, int64_t last) { return 1; }
-int unpack_words(const void *arguments, int64_t first, int64_t last) { return 1; }
-int turn_floats(const void *arguments, int64_t first, int64_t last) { return 1; }
-int product_floats(const void *arguments, int64_t first, int64_t last) { return 1; }
-#endif
 
-#ifdef __AVX512BF16__
 /* `turn_floats` for bfloat16; O is a multiple of 32. */
 int turn_halves(const Turn *in, int64_t first, int64_t last) {
     const int64_t words = in->inputs / 2;
@@ -109,12 +101,14 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
         for (int64_t o = 0; o < in->outputs; o += LANES)
             for (int64_t own = p; own < last && own < p + TURNED; own++) {
                 const int32_t *from = in->source + o * words + own * LANES / 2 * LANES;
-                int64_t pairs[8][8], *to = (int64_t *)(in->target + (own * in->outputs + o) / 2 * LANES);
-                for (int k = 0; k < 8; k++) {
-                    /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
-                    __m512i found = _mm512_loadu_si512(from + k * LANES);
-                    _mm512_storeu_si512(pairs[k], _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(found, 0xd8), 0xd8));
-                }
+                uint64_t pairs[8][8], *to = (uint64_t *)(in->target + (own * in->outputs + o) / 2 * LANES);
+                memcpy(pairs, from, sizeof pairs);
+                for (int k = 0; k < 8; k++)
+                    for (int pair = 0; pair < 8; pair++) {
+                        /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
+                        uint64_t found = pairs[k][pair], inner = (found >> 16 & 0xffff0000u) | (found & 0xffff0000u) << 16;
+                        pairs[k][pair] = (found & 0xffff00000000ffffu) | inner;
+                    }
                 for (int pair = 0; pair < 8; pair++)
                     for (int k = 0; k < 8; k++) to[pair * 8 + k] = pairs[k][pair];
             }
@@ -127,22 +121,19 @@ TILES(halves, 1)
 int product_halves(const Product *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, all = inputs / 2;
     const Block block = find_block(in->rows, all);
-    int32_t *rounded = malloc(4 * block.rows * block.words);
+    int32_t *rounded = malloc(4 * block.rows * words_of_halves(2 * block.words));
     if (!rounded) return 2;
     for (int64_t start = 0; start < in->rows; start += block.rows)
         for (int64_t i = 0; i < all; i += block.words) {
             int64_t count = in->rows - start < block.rows ? in->rows - start : block.rows;
             int64_t words = all - i < block.words ? all - i : block.words;
+            int64_t stride = words_of_halves(2 * words);
             for (int64_t r = 0; r < count; r++)
-                round_row(in->x + (start + r) * inputs + 2 * i, 2 * words, rounded + r * words);
-            Piece piece = {rounded, words, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual,
+                round_row(in->x + (start + r) * inputs + 2 * i, 2 * words, rounded + r * stride);
+            Piece piece = {rounded, stride, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual,
                            in->out};
             multiply(halves_tiles, &piece, in->packed + i * LANES, count, start * in->outputs, first, last);
         }
     free(rounded);
     return 0;
 }
-#else
-int turn_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
-int product_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
-#endif

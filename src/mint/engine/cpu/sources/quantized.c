@@ -181,7 +181,7 @@ INLINE void tile_of(const int kind, const int half, const int rows, const int pa
                     __m512i row = _mm512_set1_epi32(x[r * stride + k]);
                     __asm__("" : "+v"(row)); /* in a register, not loaded again for every panel */
 #pragma GCC unroll 4
-                    for (int p = 0; p < panels; p++) own[r][p] = multiplied(half, own[r][p], row, weight[p]);
+                    for (int p = 0; p < panels; p++) own[r][p] = multiplied(half, own[r][p], (Vector)row, (Vector)weight[p]);
                 }
             }
             x += vectors;

@@ -220,7 +220,7 @@ int gate_backward(const GateBackward *in, int64_t first, int64_t last) {
 #define ALPHA 1.702f
 #define LIMIT 7.0f
 
-/* From 16 pairs of gate and up: the gate up to LIMIT, and 1 + up within +-LIMIT. */
+/* From LANES pairs of gate and up: the gate up to LIMIT, and 1 + up within +-LIMIT. */
 INLINE void clamp_pairs(const float *wide, vf *gate, vf *up) {
     const vf limit = (vf){0} + LIMIT;
     vf a = *(const vf *)wide, b = *(const vf *)(wide + LANES);
@@ -248,10 +248,8 @@ int clamped_swiglu_backward(const SwigluBackward *in, int64_t first, int64_t las
         vi clamped = firsts(a, b) > LIMIT, outside = (seconds(a, b) > LIMIT) | (seconds(a, b) < -LIMIT);
         vf for_gate = (vf)((vi)(slope * up * share * (1.0f + ALPHA * gate * rest)) & ~clamped);
         vf for_up = (vf)((vi)(slope * gate * share) & ~outside);
-        *(vf *)(in->out + 2 * i) =
-            SHUFFLED(for_gate, for_up, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        *(vf *)(in->out + 2 * i + LANES) =
-            SHUFFLED(for_gate, for_up, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        *(vf *)(in->out + 2 * i) = first_pairs(for_gate, for_up);
+        *(vf *)(in->out + 2 * i + LANES) = last_pairs(for_gate, for_up);
     }
     return 0;
 }
