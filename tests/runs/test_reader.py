@@ -24,7 +24,7 @@ from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import recorded_process
 from mint.runs.reader import RunReader
 from mint.runs.rollout_index import ENTRY, FLAGS, RolloutIndex, step_entries
-from mint.runs.rollout_lines import light_row
+from mint.runs.rollout_lines import light_row, shortened_row, token_count
 from mint.runs.rollout_query import SORTS, RolloutQuery
 
 Row = dict[str, Any]
@@ -406,6 +406,17 @@ def test_a_step_that_is_still_being_written_grows_until_its_index_entries_come(t
     assert_reads_rows(reader, folder)
     RunLog(folder).append_rollouts(3, [plain_row(3, 0)])
     assert_reads_rows(reader, folder)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 1_000])
+def test_a_shortened_row_is_the_row_with_its_first_tokens(runs: dict[str, Path], most: int) -> None:
+    lines = [line for run in runs.values() for line in (run / "rollouts.jsonl").read_bytes().splitlines()]
+    assert lines
+    for line in lines:
+        whole = json.loads(line)
+        cut = {name: whole[name][:most] for name in ("tokens", "logprobs") if name in whole}
+        assert shortened_row(line, most) == {**whole, **cut}
+        assert token_count(line) == len(whole.get("tokens", ()))
 
 
 def test_a_light_row_is_the_row_without_its_ids_and_logprobs(runs: dict[str, Path]) -> None:

@@ -96,7 +96,8 @@ def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
         raise _no_rollouts(step)
     if not found:
         raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
-    return _whole(reader, step, _shortened(found, math.inf))[0]
+    [whole] = _whole(reader, step, found)
+    return {**whole, "length": len(whole.get("tokens") or ()), "is_shortened": False}
 
 
 def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -150,7 +151,10 @@ def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | Non
 
 
 def _group(reader: RunReader, step: int, number: int, *, light: bool = False) -> dict[str, Any]:
-    found = reader.rows(step, group=number, light=light)
+    if light:
+        found = reader.rows(step, group=number, light=True)
+    else:
+        found = reader.group_rows(step, number, together=GROUP_TOKENS)
     if not found and not reader.has_rollouts(step):
         raise _no_rollouts(step)
     if not found:
@@ -158,20 +162,18 @@ def _group(reader: RunReader, step: int, number: int, *, light: bool = False) ->
     found.sort(key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
     first = found[0]
     shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
-    rows = found if light else _whole(reader, step, _shortened(found))
+    rows = found if light else _whole(reader, step, _cut_rows(found))
     return {"step": step, "group": number, **shared, "rows": rows}
 
 
-def _shortened(rows: list[dict[str, Any]], together: float = GROUP_TOKENS) -> list[dict[str, Any]]:
-    """Rows with at most `together` tokens, the first ones of each; `length` says how many a row has."""
-    lengths = [len(row.get("tokens") or ()) for row in rows]
-    most = int(together) // len(rows) if sum(lengths) > together else max(lengths)
-    numbered = zip(rows, lengths, strict=True)
-    return [_cut(row, most) | {"length": length, "is_shortened": length > most} for row, length in numbered]
+def _cut_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `RunReader.group_rows`, with the other values of each token cut, too; `is_shortened` says which."""
+    return [_cut(row) | {"is_shortened": row["length"] > len(row.get("tokens") or ())} for row in rows]
 
 
-def _cut(row: dict[str, Any], most: int) -> dict[str, Any]:
-    if len(row.get("tokens") or ()) <= most:
+def _cut(row: dict[str, Any]) -> dict[str, Any]:
+    most = len(row.get("tokens") or ())
+    if most >= row["length"]:
         return row
     cut = {name: values[:most] for name, values in row.items() if name in PER_TOKEN and values}
     return {**row, **cut, "text": str(row.get("text") or "")[:LISTED_PROMPT]}

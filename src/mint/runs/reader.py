@@ -29,7 +29,7 @@ from mint.runs.log import EFFECTIVE
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import PROCESS, RunProcess, State, is_stale, read_process, run_state, state_notice
 from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
-from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row
+from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row, shortened_row, token_count
 from mint.runs.rollout_query import SORTS, RolloutPage, RolloutQuery, TextSearch, select
 
 __all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "read_config"]
@@ -349,6 +349,29 @@ class RunReader:
             self._index.refresh()
             return self._index.steps()
 
+    def group_rows(self, step: int, group: int, *, together: int) -> list[dict[str, Any]]:
+        """The rows of one group as `rows` has them, with the first tokens and logprobs of each: all together have at
+        most `together` tokens. `length` says how many a row has."""
+        with self._current():
+            self._index.refresh()
+            entries = self._index.of_step(step)
+        lines = self._lines_of(entries[entries["group"] == group])
+        lengths = [token_count(line) for line in lines]
+        try:
+            if sum(lengths) <= together:
+                rows = decode_lines(lines)
+            else:
+                rows = [shortened_row(line, max(1, together // len(lines))) for line in lines]
+        except ValueError:
+            return []  # The run was resumed from before this step meanwhile, and its rows were cut off.
+        places = (int(at) for at in entries["row"][entries["group"] == group])
+        found = zip(rows, places, lengths, strict=True)
+        return [
+            {**row, "row": place, "length": max(length, len(row.get("tokens") or ()))}
+            for row, place, length in found
+            if row.get("step") == step
+        ]
+
     def has_rollouts(self, step: int) -> bool:
         """Whether a step has rollouts."""
         with self._current():
@@ -392,14 +415,19 @@ class RunReader:
         places = np.flatnonzero(wanted)
         if not len(places):
             return []
-        with (self.folder / ROLLOUTS).open("rb") as file:
-            lines = [os.pread(file.fileno(), int(at["size"]), int(at["offset"])) for at in entries[places]]
+        lines = self._lines_of(entries[places])
         try:
             rows = [light_row(line) for line in lines] if light else decode_lines(lines)
         except ValueError:
             return []  # The run was resumed from before this step meanwhile, and its rows were cut off.
         numbered = zip(rows, (int(at) for at in entries["row"][places]), strict=True)
         return [{**found, "row": place} for found, place in numbered if found.get("step") == step]
+
+    def _lines_of(self, entries: np.ndarray) -> list[bytes]:
+        if not len(entries):
+            return []
+        with (self.folder / ROLLOUTS).open("rb") as file:
+            return [os.pread(file.fileno(), int(at["size"]), int(at["offset"])) for at in entries]
 
     def rollouts(self, query: RolloutQuery) -> RolloutPage:
         """A page of the rollouts that a query selects: numbers, names of flags, and the beginnings of the texts."""

@@ -39,6 +39,30 @@ def light_row(line: bytes) -> dict[str, Any]:
     return {**row, "tokens": range(length), "logprobs": ()}
 
 
+def token_count(line: bytes) -> int:
+    """The number of tokens of a row, without decoding it; 0 if the line is not written as a run writes it."""
+    start = line.find(TOKENS)
+    end = line.find(b"]", start)
+    return line.count(b",", start + len(TOKENS), end) + 1 if start >= 0 and end > start + len(TOKENS) else 0
+
+
+def shortened_row(line: bytes, most: int) -> dict[str, Any]:
+    """A row with the first `most` of its `tokens` and `logprobs`, without decoding the others. `most` is at least 1.
+
+    Raises:
+        ValueError: the line is not JSON.
+    """
+    start = line.find(TOKENS)
+    first = start + len(TOKENS)
+    end = line.find(b"]", first)
+    if start < 0 or end < 0 or not line.startswith(LOGPROBS, end):
+        return json.loads(line)
+    last = line.find(b"]", end + len(LOGPROBS))
+    tokens = b",".join(line[first:end].split(b",", most)[:most])
+    logprobs = b",".join(line[end + len(LOGPROBS) : last].split(b",", most)[:most])
+    return json.loads(line[:first] + tokens + LOGPROBS + logprobs + line[last:])
+
+
 def row_head(line: bytes) -> dict[str, Any]:
     """The fields before `tokens`; the line may have been cut after that key. Empty if it is not JSON."""
     cut = line.find(TOKENS)
