@@ -81,6 +81,7 @@ def test_the_image_serves_with_settings_that_mint_reads_and_asks_a_route_that_ne
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # it installs torch, on a busy machine from a slow index
 def test_the_steps_of_the_image_for_cpus_install_a_mint_that_works(tmp_path: Path) -> None:
     """Every RUN of the stages `wheel` and `cpu`, with the folders of the image below a temporary one. Debian's packages
     and the user of the image are left out, and torch comes from the index that pip uses here."""
