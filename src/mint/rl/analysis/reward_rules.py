@@ -235,7 +235,11 @@ def grader_failures(view: StepView) -> Finding | None:
     failed = total(last, "rollouts/ungraded") - total(last, "rollouts/unsupported") - total(last, "rollouts/timeouts")
     first = f"; most often {errors.most_common(1)[0][0]!r}" if errors else ""
     return _grading(
-        view, "grader_failures", failed, f"got no reward{first}", "See `error` in rollouts.jsonl; fix compute_reward"
+        view,
+        "grader_failures",
+        failed,
+        f"got no reward{first}",
+        "See `error` in rollouts.jsonl; correct compute_reward, or the environment",
     )
 
 
