@@ -1,7 +1,7 @@
 """Shell RL: an agent with a bash tool looks for a setting among several files and changes it.
 
 The reward compares all files with what they should be, so that a change of anything else earns nothing. For models that
-can call tools; `mint/tiny` cannot.
+can call tools; `mint/tiny` learns it from demonstrations first (`benchmarks/learning/shell_agent.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from mint.recipes.question_task import hash_share
 from mint.rl import MessageEnvAdapter, RLConfig
@@ -29,13 +30,18 @@ DEMO = RLConfig(
     temperature=1.0,
     learning_rate=1e-4,
     heldout_size=64,
+    grader_concurrency=16,
 )
+"""Each command starts processes, so that more of them at once would only wait for one another."""
 
 COSTS = Costs(per_violation=0.1, at_most=0.5)
 SERVICES = ("auth", "billing", "cache", "gateway", "mail", "queue", "search", "storage")
 SETTINGS = ("timeout", "port", "workers", "retries")
 FILES = 4
 HELDOUT_SHARE = 0.125
+LISTING = "find . -type f -exec sha256sum -- {} + -o ! -type d -printf '%P?\\n'"
+"""Prints a line for each file: its hash and its path, or its path and a question mark if it is not a regular file."""
+
 GRACE_S = 10.0
 """How much longer than its own limit a command may take: the start and the end of its sandbox."""
 
@@ -125,14 +131,10 @@ class EditEnv(ToolEnv):
         self._shell.close()
 
     async def _compare(self, text: str, results: Sequence[Message]) -> float:
-        """1 if the folder has the expected files and no others, else 0."""
-        found = await self._shell.run("find . -type f -printf '%P\\n' -o ! -type d -printf '%P?\\n' | sort")
-        if found.output.split("\n") != [*sorted(self._after), ""]:
-            return 0.0
-        for path, expected in self._after.items():
-            if await self._shell.read_text(path) != expected:
-                return 0.0
-        return 1.0
+        """1 if the folder has the expected files and no others, else 0. One command, since each starts a sandbox."""
+        found = await self._shell.run(LISTING)
+        expected = [f"{sha256(text.encode()).hexdigest()}  ./{path}" for path, text in self._after.items()]
+        return float(sorted(found.output.splitlines()) == sorted(expected))
 
 
 def _draw(rng: random.Random) -> Edit:
