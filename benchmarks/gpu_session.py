@@ -108,6 +108,7 @@ def figures(options: Options) -> list[Figure]:
         Figure("sample-64", "sample", full, ["hf-best", "hf-shared"]),
         Figure("train-64", "train", full, ["hf-best"]),
         Figure("sample-1", "sample", alone, ["hf-best"]),
+        Figure("sample-256", "sample", replace(full, group=4 * full.group), []),
         Figure("sample-64-compiled", "sample", full, ["hf-static"]),
     ]
 

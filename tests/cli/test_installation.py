@@ -64,3 +64,9 @@ def test_a_machine_without_a_compiler_is_told_to_install_one(tmp_path: Path, mon
     assert kernels.state == "problem" and "Install gcc or clang" in (kernels.remedy or "")
     monkeypatch.setenv("MINT_NATIVE", "0")
     assert checks()["kernels"].state == "missing"
+
+
+def test_the_report_of_a_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    answer = CliRunner().invoke(app, ["doctor", "gpu"])
+    assert answer.exit_code == 1 and "cuda" in answer.output and "nvidia-smi" in answer.output

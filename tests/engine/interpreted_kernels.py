@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from decoders import new_lora, open_decoder
-from plain_kernels import PlainKernels
 from small_models import write_model
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
+from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.linear import DenseMatrix

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,19 @@ from packed_layouts import LAYOUTS, attend_by_definition, lay_out
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mint.engine.cuda.attention import TILE, FlexPackedAttention, find_tiles, list_seen, padded_rows, within_window
+from mint.engine.cuda.attention import (
+    MAX_COMPILED,
+    TILE,
+    FlexPackedAttention,
+    Seen,
+    compiled_attention,
+    find_tiles,
+    list_seen,
+    padded_rows,
+    within_window,
+)
+from mint.engine.cuda.fast_paths import FLEX, SPANS, Shapes, paths
+from mint.engine.cuda.self_check import judge
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import Span, attention_blocks
 
@@ -127,3 +142,34 @@ def test_any_layout_of_a_padded_size_uses_the_same_kernels_and_too_many_sizes_ar
             train(100)  # uncompiled, it would write all scores out
     finally:
         torch._dynamo.reset()
+
+
+def test_every_thread_may_compile_as_many_sizes() -> None:
+    """Settings of torch's compiler belong to a thread."""
+    limits: list[int] = []
+
+    def read() -> None:
+        compiled_attention()
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    for _ in range(2):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert limits == [MAX_COMPILED] * 2
+
+
+def test_it_passes_the_self_check_and_a_wrong_mask_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = Shapes(64, 96, QUERY_HEADS, KV_HEADS, SIZE, 1, 1e-6, True, True, "float32", "cpu", (FLEX,))
+    verdicts = [judge(path, is_timed=False) for path in paths(asdict(shapes))]
+    assert [verdict.fault for verdict in verdicts] == [None] * len(SPANS)
+    monkeypatch.setattr(
+        "mint.engine.cuda.attention.list_seen", lambda blocks, padded: _ahead(list_seen(blocks, padded))
+    )
+    faults = [judge(path, is_timed=False).fault for path in paths(asdict(shapes))]
+    assert all(fault is not None and "differs by" in fault for fault in faults[1:])
+
+
+def _ahead(seen: Seen) -> Seen:
+    """As if the first row of each span could not be seen."""
+    return Seen(seen.own + 1, seen.first, seen.stop)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mint.engine.cuda.fast_paths import TRITON, Shapes
 from mint.engine.cuda.graph_step import SPLIT_PAGES
+from mint.engine.cuda.self_check import check_paths
 from mint.engine.model.attention import PAGE_POSITIONS
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
@@ -23,6 +25,15 @@ def test_interpreted_they_compute_what_float64_says() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_interpreted_they_pass_the_self_check(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, dtype, "cpu", (TRITON,))
+    verdicts = check_paths(shapes.source, is_timed=False)
+    assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(TRITON, None)]
 
 
 @pytest.mark.slow

@@ -7,16 +7,17 @@ is one, graphs and Triton's kernels are tested, too.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from decoders import new_lora, open_decoder
 from engine_data import LORA, job, train
-from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepGraphs
+from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepGraphs, _Shape
+from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.devices import Device
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -217,3 +218,36 @@ def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
     hidden = run_prompts(decoder, pages, parts)
     assert hidden.is_meta
     assert hidden.shape == (60 + 33, decoder.config.hidden_size)
+
+
+def test_one_graph_too_many_costs_the_oldest_alone(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
+    for shape in (_Shape(4, 1, OTHER), _Shape(4, 2, LORA), _Shape(4, 1, None), _Shape(4, 4, LORA)):
+        graphs._captured[shape] = (cast(Any, None), torch.zeros(1))  # a graph needs a GPU
+        if shape.lora is not None:
+            graphs._load(shape.lora, new_lora(decoder, shape.lora))
+    graphs._drop_oldest()
+    assert [shape.lora for shape in graphs._captured] == [LORA, None, LORA] and list(graphs._buffers) == [LORA]
+    graphs._drop_oldest()
+    assert list(graphs._buffers) == [LORA]  # another graph reads it
+
+
+@torch.inference_mode()
+def test_a_step_that_cannot_be_captured_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
+    inputs = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0], [0, 1, 2, 3]], dtype=torch.int32)
+    expected = graphs.hidden(inputs, 1, None)
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_record", out_of_memory)
+    monkeypatch.setattr(graphs, "_capture", True)
+    assert torch.equal(graphs.hidden(inputs, 1, None), expected)
+    assert "without CUDA graphs" in caplog.text and not graphs._capture

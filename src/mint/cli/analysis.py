@@ -19,7 +19,8 @@ from mint.cli.assignments import Assignments, parse_assignments
 from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
-from mint.errors import InvalidRequestError, MintError, NotFoundError
+from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
+from mint.version import VERSION
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -135,14 +136,20 @@ def bisect(
 
 
 def doctor(
-    task: Annotated[str | None, typer.Argument(help=f"{TASK_HELP}; none checks the installation")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help=f"{TASK_HELP}; none checks the installation, and gpu the GPU")
+    ] = None,
     assignments: Assignments = None,
     prompts: Annotated[int, typer.Option(min=1, help="prompts of the task to sample")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="completions of each")] = 8,
     as_json: Json = False,
 ) -> None:
     """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data. Without a
-    task it checks what is installed here, and ends with status 1 if something that is installed does not work."""
+    task it checks what is installed here, and ends with status 1 if something that is installed does not work. `gpu` is
+    no task: each fast path runs on this GPU against plain operations of torch, and the report is to be sent."""
+    if task == "gpu":
+        _check_gpu(as_json=as_json)
+        return
     if task is None:
         _check_installation(as_json=as_json)
         return
@@ -177,6 +184,29 @@ def _check_installation(*, as_json: bool) -> None:
         lines = [Text.assemble(marks[check.state], f"  {check.found}{_advice(check.remedy)}") for check in checks]
         print_pairs([(check.name, line) for check, line in zip(checks, lines, strict=True)])
     if any(check.state == "problem" for check in checks):
+        raise typer.Exit(1)
+
+
+def _check_gpu(*, as_json: bool) -> None:
+    try:
+        from mint.engine.cuda.gpu_report import check_gpu  # deferred: torch takes seconds
+
+        report = check_gpu(VERSION)
+    except MintError as error:
+        fail(error, as_json=as_json)
+    except ImportError as error:
+        fail(
+            MissingExtraError(f"torch cannot be loaded ({error})", remedy="pip install 'mint[local]'"), as_json=as_json
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+    else:
+        print_pairs([(name, Text(found)) for name, found in report.machine.items()])
+        for dtype, verdicts in report.verdicts.items():
+            for own in verdicts:
+                times = f"{1e3 * own.seconds:.2f} ms, plain {1e3 * own.plain_seconds:.2f} ms, error {own.error:.1e}"
+                typer.echo(f"{dtype:9} {own.name:16} {'ok  ' + times if own.fault is None else '!!  ' + own.fault}")
+    if report.faults:
         raise typer.Exit(1)
 
 

@@ -6,6 +6,7 @@ A choice is a function of device, dtype, the base's widths, and what is installe
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
+from mint.engine.cuda.fast_paths import CAPTURE, FLEX, OPTIMIZER, TRITON, Shapes
 from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
+from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.engine.drawing.draw import Draw, TorchDraw
 from mint.engine.model.config import DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
@@ -45,7 +48,44 @@ class Device:
         """
         self.torch = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._gpu_kernels = gpu_kernels
+        self._verdicts: dict[Shapes, list[Verdict]] = {}
+        self.switched_off: dict[str, str] = {}
+        """The fast paths that failed the self-check of a base model, and why. No base model takes them from then on."""
         self._kernels = None if native is None or self.torch.type != "cpu" else _native_kernels(native)
+
+    def check(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+        """Compares the fast paths that a base model would take with plain operations, in a process of its own; on a CPU
+        there is nothing to check. Those that fail are switched off and named in the log."""
+        if not self.is_gpu or not self._gpu_kernels:
+            return
+        names = [OPTIMIZER]
+        if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
+            names.append(FLEX)
+        if _has_triton():
+            names += [TRITON, CAPTURE]
+        shapes = Shapes.of(config, dtype, str(self.torch), names)
+        if shapes not in self._verdicts:
+            self._verdicts[shapes] = check_paths(shapes.source, is_timed=True)
+        for verdict in self._verdicts[shapes]:
+            if verdict.fault is None:
+                continue
+            # A check that could not begin has shown nothing.
+            failed = [verdict.name] if verdict.name in names else names
+            self.switched_off |= dict.fromkeys(failed, verdict.fault)
+            log.warning(
+                "%s switched off on this GPU: %s; `mint doctor gpu` prints a report to send",
+                " and ".join(failed),
+                verdict.fault,
+            )
+
+    def _takes(self, *paths: str) -> bool:
+        """Whether these fast paths may be used."""
+        return self.is_gpu and self._gpu_kernels and not any(path in self.switched_off for path in paths)
+
+    @property
+    def fuses_optimizer(self) -> bool:
+        """Whether an optimizer step is one kernel."""
+        return self.is_gpu and OPTIMIZER not in self.switched_off
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -92,7 +132,7 @@ class Device:
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
-            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
+            if self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
                 return FlexOperations(dtype, self.torch, activation)
             return CudaOperations(dtype, self.torch, activation)
         return TorchOperations(dtype, self.torch, activation)
@@ -105,7 +145,7 @@ class Device:
         """The decoding steps of a base model over its KV cache, and the states of its delta nets."""
         if isinstance(decoder.operations, NativeOperations):
             return NativeSteps(decoder, decoder.operations, cache, states)
-        if self.torch.type == "cuda" and self._gpu_kernels and _fits_graphs(decoder):
+        if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder):
             try:
                 # Imports Triton, which only CUDA builds of torch bring with them.
                 from mint.engine.cuda.kernels import TritonKernels
@@ -118,6 +158,10 @@ class Device:
     def draw(self, operations: Operations) -> Draw:
         """How tokens are drawn from the logits of these operations."""
         return NativeDraw(operations.kernels) if isinstance(operations, NativeOperations) else TorchDraw(operations)
+
+
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _fits_graphs(decoder: Decoder) -> bool:

@@ -218,7 +218,7 @@ class TorchEngine:
             model.gradient,
             model.adam,
             adam,
-            fused=self._device.is_gpu,
+            fused=self._device.fuses_optimizer,
             older_norm=model.has_older_sum,
         )
         metrics["tokens"] = float(model.tokens)

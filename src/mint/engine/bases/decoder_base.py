@@ -61,6 +61,7 @@ class DecoderBase(BaseModel):
             InvalidRequestError: the folder lacks or adds tensors.
             CheckpointError: a weight file is damaged.
         """
+        device.check(config, dtype)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
         self._decoder = Decoder(config, tensors, operations, quantization)
@@ -89,6 +90,7 @@ class DecoderBase(BaseModel):
             "implementation": "mint",
             "attention": operations.attention_name,
             "kernels": operations.kernels_identity,
+            "switched_off": dict(device.switched_off),
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": quantization,

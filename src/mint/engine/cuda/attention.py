@@ -65,7 +65,7 @@ class FlexPackedAttention:
             raise AssertionError("the rows that attend do not follow one another")
         self._padded = padded_rows(self._results.stop)
         self._seen = list_seen(blocks, self._padded)
-        self.attend = _compiled() if device.type == "cuda" else flex_attention
+        self.attend = compiled_attention() if device.type == "cuda" else flex_attention
 
     def _new_mask(self, window: int) -> BlockMask:
         """Moves what rows see to the device, in one copy."""
@@ -171,12 +171,17 @@ def _order(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tiles.sum(axis=1), np.argsort(~tiles, axis=1, kind="stable")
 
 
-@cache
-def _compiled() -> Callable[..., object]:
-    """FlexAttention compiled for each size. A hit limit is an error, because uncompiled it would write all scores to
-    memory."""
+def compiled_attention() -> Callable[..., object]:
+    """FlexAttention compiled for each size, for calls in this thread. A hit limit is an error, because uncompiled it
+    would write all scores to memory."""
     import torch._dynamo.config  # deferred: torch's compiler takes seconds to import
 
     config: Any = torch._dynamo.config  # its types say that settings keep their first values
+    # A thread has settings of its own, and begins with torch's.
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    return _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., object]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -19,6 +19,7 @@ Letters: R rows · T rows of a bucket · C pages of a row · E hidden size · H 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -37,6 +38,8 @@ from mint.engine.sampling.decode_step import DecodeStep
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.upload import upload
 
+log = logging.getLogger(__name__)
+
 BUCKETS = (64, 128, 256, 512)
 """Rows of a graph. Up to the first, the time is that of reading the weights, however few the rows."""
 
@@ -44,7 +47,7 @@ SPLIT_PAGES = 4
 """Attention adds so many pages of a row one after another; a longer row is split into parts that run in parallel."""
 
 MAX_GRAPHS = 48
-"""One graph more, and all graphs and their buffers for loras are thrown away."""
+"""One graph more, and the one that was not used for the longest time is thrown away."""
 
 
 @dataclass(frozen=True)
@@ -198,16 +201,29 @@ class StepGraphs:
         self._inputs[:width, :count].copy_(inputs)
         shape = _Shape(count, splits, None if lora is None else replace(lora.spec, seed=0))
         if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
-            for table in (self._captured, self._buffers, self._loaded):
-                table.clear()
+            self._drop_oldest()
         buffer = None if lora is None or shape.lora is None else self._load(shape.lora, lora)
         if not self._capture:
             return self._run(shape, buffer)
         if shape not in self._captured:
-            self._captured[shape] = self._record(shape, buffer)
-        graph, hidden = self._captured[shape]
+            try:
+                self._captured[shape] = self._record(shape, buffer)
+            except RuntimeError as error:  # also that memory ran out
+                log.warning("decoding without CUDA graphs from now on, because a step could not be captured: %s", error)
+                self._capture = False
+                self._captured.clear()
+                return self._run(shape, buffer)
+        graph, hidden = self._captured[shape] = self._captured.pop(shape)  # the last is the one used last
         graph.replay()
         return hidden
+
+    def _drop_oldest(self) -> None:
+        """Throws away the graph that was not used for the longest time, and the buffers that no other graph reads."""
+        oldest = next(iter(self._captured))
+        del self._captured[oldest]
+        if oldest.lora is not None and not any(shape.lora == oldest.lora for shape in self._captured):
+            self._buffers.pop(oldest.lora, None)
+            self._loaded.pop(oldest.lora, None)
 
     def _load(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
         """The buffers for loras of this spec, with the weights of `lora` in them."""

@@ -43,7 +43,7 @@ class KVCache(CountedSlots):
         written."""
         self.query_heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.side_by_side = _side_by_side(config)
+        self.side_by_side = side_by_side(config)
         self.windows = config.windows
         self.dtype = dtype
         self.device = device
@@ -115,7 +115,7 @@ def fitting_bytes(config: DecoderConfig, dtype: torch.dtype, *, sequences: int, 
     return max(page_bytes(config, dtype), min(whole, share))
 
 
-def _side_by_side(config: DecoderConfig) -> int:
+def side_by_side(config: DecoderConfig) -> int:
     """The number of kv heads whose queries together make a product of `MIN_QUERIES` rows, if that divides evenly.
 
     A query is extended with zeros for the keys of the other heads, which change no bit of its sums.

@@ -1,0 +1,259 @@
+"""The fast paths of a GPU, each beside plain operations of torch, on random inputs of a model's shapes.
+
+`self_check` runs them. Sizes of rows are those at which kernels go wrong: one row, one less and one more than a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mint.engine.cuda.attention import FlexPackedAttention
+from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepKernels
+from mint.engine.cuda.plain_kernels import PlainKernels
+from mint.engine.cuda.self_check import FastPath, PathSource
+from mint.engine.model.attention import PAGE_POSITIONS
+from mint.engine.model.config import DecoderConfig
+from mint.engine.model.linear import DenseMatrix
+from mint.engine.model.packed_attention import PackedAttention
+from mint.engine.model.weights import AttentionWeights
+from mint.engine.optimizer import AdamState, step_adam
+from mint.engine.packing import Span, attention_blocks
+from mint.engine.protocol import AdamSpec
+from mint.engine.sampling.kv_cache import side_by_side
+
+FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
+NAMES = (FLEX, TRITON, CAPTURE, OPTIMIZER)
+
+RANK = 16
+ROWS = (1, 63, 65)
+LENGTHS = (1, PAGE_POSITIONS, PAGE_POSITIONS + 1, (SPLIT_PAGES + 1) * PAGE_POSITIONS - 1)
+"""Keys of decoded rows."""
+
+SPANS = {
+    "5 rows": [Span(0, 5)],
+    "129 rows": [Span(0, 129)],
+    "300 rows with a shared prefix": [Span(0, 100), Span(100, 170, (0, 100)), Span(170, 230, (0, 100)), Span(230, 300)],
+}
+
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Of the largest number. In float32, products may round their factors to TF32 (10 bits)."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The widths that decide how kernels are compiled; `dtype` and `device` as torch names them."""
+
+    hidden: int
+    inner: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    side_by_side: int
+    eps: float
+    biased: bool
+    normed: bool
+    dtype: str
+    device: str
+    names: tuple[str, ...] = NAMES
+
+    @classmethod
+    def of(cls, config: DecoderConfig, dtype: torch.dtype, device: str, names: Sequence[str]) -> Shapes:
+        """Those of a base model; `names` are the paths that it would take."""
+        return cls(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            side_by_side=side_by_side(config),
+            eps=config.rms_norm_eps,
+            biased=config.family.qkv_bias,
+            normed=config.family.head_norms,
+            dtype=str(dtype).removeprefix("torch."),
+            device=device,
+            names=tuple(names),
+        )
+
+    @property
+    def source(self) -> PathSource:
+        """Where a process of the self-check finds the paths."""
+        return PathSource(__name__, "paths", asdict(self))
+
+
+def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
+    """The paths of `Shapes` that came as JSON."""
+    shapes = Shapes(**argument)
+    if FLEX in shapes.names:
+        yield from _attention(shapes)
+    if TRITON in shapes.names:
+        # Only CUDA builds of torch bring Triton with them.
+        from mint.engine.cuda.kernels import TritonKernels
+
+        yield from _step_kernels(shapes, TritonKernels())
+    if CAPTURE in shapes.names:
+        yield from _captured(shapes)
+    if OPTIMIZER in shapes.names:
+        yield from _optimizer(shapes)
+
+
+def _random(shapes: Shapes, *shape: int, seed: int, dtype: torch.dtype | None = None) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(shapes.device, dtype or torch.float32)
+
+
+def _dtype(shapes: Shapes) -> torch.dtype:
+    found: torch.dtype = getattr(torch, shapes.dtype)
+    return found
+
+
+def _attention(shapes: Shapes) -> Iterator[FastPath]:
+    """Forward and gradient of packed rows."""
+    dtype, device = _dtype(shapes), torch.device(shapes.device)
+    total = shapes.query_heads + 2 * shapes.kv_heads
+
+    def run(kind: type[FlexPackedAttention] | type[PackedAttention], spans: list[Span]) -> list[Tensor]:
+        heads = _random(shapes, spans[-1].stop, total, shapes.head_dim, seed=1, dtype=dtype).requires_grad_()
+        out = kind(attention_blocks(spans), shapes.query_heads, shapes.kv_heads, device)(0, heads)
+        out.backward(_random(shapes, *out.shape, seed=2, dtype=dtype))
+        return [out.detach(), *([] if heads.grad is None else [heads.grad])]
+
+    for case, spans in SPANS.items():
+        ways = partial(run, FlexPackedAttention, spans), partial(run, PackedAttention, spans)
+        yield FastPath(FLEX, case, *ways, TOLERANCE[dtype])
+
+
+def _step_kernels(shapes: Shapes, kernels: StepKernels) -> Iterator[FastPath]:
+    """Each kernel of a captured step, with and without a lora."""
+    dtype = _dtype(shapes)
+    plain = PlainKernels()
+    for rows in ROWS:
+        for rank in (0, RANK):
+            case = f"{rows} rows, rank {rank}"
+            for name, run in _kernel_runs(shapes, rows, rank).items():
+                fast = partial(run, kernels)
+                yield FastPath(TRITON, f"{name}, {case}", fast, partial(run, plain), TOLERANCE[dtype])
+
+
+def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[StepKernels], list[Tensor]]]:
+    """Results of each kernel; of those that write into pages, all pages."""
+    dtype = _dtype(shapes)
+    rows = _context(shapes, count)
+    width = (shapes.query_heads + 2 * shapes.kv_heads) * shapes.head_dim
+    x = _random(shapes, count, shapes.hidden, seed=1)
+    real = rows.inputs[1] >= 0
+
+    def lora(parts: int, outputs: int) -> LoraPart | None:
+        if not rank:
+            return None
+        down, bs = _random(shapes, count, parts * rank, seed=5), _random(shapes, outputs, rank, seed=6)
+        return LoraPart(down, bs, 1 / rank)
+
+    def norm(kernels: StepKernels) -> list[Tensor]:
+        return list(kernels.norm(x, _random(shapes, shapes.hidden, seed=2), shapes.eps, dtype))
+
+    def heads(kernels: StepKernels) -> list[Tensor]:
+        planes = _planes(shapes, rows)
+        product = _random(shapes, count, width, seed=3, dtype=dtype)
+        queries = kernels.heads(product, lora(3, width), _attention_weights(shapes, width), rows, *planes)
+        return [queries[real], *planes]
+
+    def attend(kernels: StepKernels) -> list[Tensor]:
+        queries = _random(shapes, count, shapes.query_heads, shapes.head_dim, seed=4, dtype=dtype)
+        return [found[real] for found in kernels.attend(queries, rows, *_planes(shapes, rows))]
+
+    def swiglu(kernels: StepKernels) -> list[Tensor]:
+        product = _random(shapes, count, 2 * shapes.inner, seed=7, dtype=dtype)
+        return list(kernels.swiglu(product, lora(2, 2 * shapes.inner)))
+
+    def add(kernels: StepKernels) -> list[Tensor]:
+        product = _random(shapes, count, shapes.hidden, seed=8, dtype=dtype)
+        return [kernels.add(product, x, lora(1, shapes.hidden))]
+
+    return {"norm": norm, "heads": heads, "attend": attend, "swiglu": swiglu, "add": add}
+
+
+def _context(shapes: Shapes, count: int) -> StepContext:
+    """Rows of several lengths, in pages of their own in mixed order; where there are several, the last is padding."""
+    lengths = torch.tensor([LENGTHS[row % len(LENGTHS)] for row in range(count)])
+    if count > 1:
+        lengths[-1] = 0
+    columns = -(-max(LENGTHS) // PAGE_POSITIONS)
+    table = torch.randperm(count * columns, generator=torch.Generator().manual_seed(9)).view(columns, count)
+    inputs = torch.cat([torch.zeros(1, count, dtype=torch.int64), lengths[None] - 1, table]).int().to(shapes.device)
+    angles = _random(shapes, max(LENGTHS) + 1, shapes.head_dim // 2, seed=10)
+    splits = 1 << (math.ceil(columns / SPLIT_PAGES) - 1).bit_length()
+    heads = shapes.query_heads, shapes.kv_heads, shapes.head_dim, shapes.side_by_side
+    return StepContext(inputs, angles.cos(), angles.sin(), *heads, eps=shapes.eps, splits=splits)
+
+
+def _planes(shapes: Shapes, rows: StepContext) -> tuple[Tensor, Tensor]:
+    side = shapes.side_by_side
+    shape = (rows.inputs[2:].numel() + 2, shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
+    return (
+        _random(shapes, *shape, seed=11, dtype=_dtype(shapes)),
+        _random(shapes, *shape, seed=12, dtype=_dtype(shapes)),
+    )
+
+
+def _attention_weights(shapes: Shapes, width: int) -> AttentionWeights:
+    empty = DenseMatrix(torch.zeros(1, 1, device=shapes.device))
+    normed = shapes.query_heads + shapes.kv_heads, shapes.head_dim
+    return AttentionWeights(
+        qkv=empty,
+        qkv_bias=_random(shapes, width, seed=13) if shapes.biased else None,
+        head_norms=_random(shapes, *normed, seed=14) if shapes.normed else None,
+        o=empty,
+        sinks=None,
+    )
+
+
+def _captured(shapes: Shapes) -> Iterator[FastPath]:
+    """A graph that is replayed on other contents of its inputs, as a step is."""
+    dtype = _dtype(shapes)
+    weight = _random(shapes, 2 * shapes.inner, shapes.hidden, seed=1, dtype=dtype) / math.sqrt(shapes.hidden)
+    first, second = (_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 3))
+
+    def layer(x: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    def replayed() -> list[Tensor]:
+        held = first.clone()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            layer(held)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = layer(held)
+        found = []
+        for x in (first, second):
+            held.copy_(x)
+            graph.replay()
+            found.append(out.clone())
+        return found
+
+    yield FastPath(CAPTURE, "two replays", replayed, lambda: [layer(first), layer(second)], TOLERANCE[dtype])
+
+
+def _optimizer(shapes: Shapes) -> Iterator[FastPath]:
+    """Two steps of AdamW on a number of weights that is no multiple of anything."""
+
+    def run(*, fused: bool) -> list[Tensor]:
+        weights, gradient = (_random(shapes, 100_003, seed=seed) for seed in (1, 2))
+        state = AdamState.fresh(weights)
+        for _ in range(2):
+            step_adam(weights, gradient, state, AdamSpec(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0), fused=fused)
+            gradient = _random(shapes, 100_003, seed=3)
+        return [weights, state.exp_avg, state.exp_avg_sq]
+
+    yield FastPath(OPTIMIZER, "100003 weights", partial(run, fused=True), partial(run, fused=False), 1e-5)

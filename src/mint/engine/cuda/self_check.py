@@ -1,0 +1,284 @@
+"""Compares each fast path with plain operations of torch, on this device and in a process of its own.
+
+A path that raises, differs, hangs, leaks or is too slow is switched off before a model uses it. The comparisons run in
+a child process, because a faulty kernel may end its process, spoil the device for it, or never return. Knows no kernel:
+`check_paths` says which paths there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEADLINE_S = 120.0
+"""For one path, with what torch compiles for it. It takes seconds; a busy machine may need longer."""
+
+START_S = 300.0
+"""For the start of a process: it imports torch, and on a GPU makes its context."""
+
+REPEATS = 3
+"""Runs after the first one, which compiles."""
+
+SLOWER = 3.0
+"""A path that takes so many times as long as plain operations is not worth its risk."""
+
+LEAST_SLOW_S = 1e-3
+LEAST_LEAK_BYTES = 1 << 20
+LEAST_PEAK_BYTES = 64 << 20
+"""Smaller amounts are not judged: what the allocator keeps."""
+
+MORE_MEMORY = 4.0
+"""A path may take so many times the memory of plain operations."""
+
+
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from mint.engine.cuda.self_check import run_paths
+run_paths(*sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A computation in two ways, on inputs of one size. Each returns its results and all memory that it may write."""
+
+    name: str
+    case: str
+    fast: Callable[[], Sequence[Tensor]]
+    plain: Callable[[], Sequence[Tensor]]
+    tolerance: float
+    """The largest difference, in parts of the largest number of the plain result."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one path; `fault` is None if it may be used."""
+
+    name: str
+    fault: str | None
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    error: float = 0.0
+
+
+Paths = Callable[[Any], Iterator[FastPath]]
+
+
+def judge(path: FastPath, *, is_timed: bool) -> Verdict:
+    """Runs both ways and compares them. `is_timed`: whether the times mean something (an interpreter's do not)."""
+    expected, plain_bytes, plain_s = _measured(path.plain, repeats=1)
+    try:
+        found, fast_bytes, _ = _measured(path.fast, repeats=0)
+        repeated, held = list[list[Tensor]](), [_allocated()]
+        for _ in range(REPEATS):
+            repeated.append(_copied(path.fast()))
+            held.append(_allocated())
+        # What is kept grows with every run; what a library sets up grows once.
+        leaked = min(after - before for before, after in pairwise(held)) - _size_of(repeated[:1])
+        seconds = _measured(path.fast, repeats=1)[2]
+    except Exception as error:  # noqa: BLE001  whatever a kernel does is a finding
+        return Verdict(path.name, f"{path.case}: it raised {type(error).__name__}: {str(error)[:300]}")
+    difference, error = _difference(expected, found, path.tolerance)
+    fault = difference
+    if fault is None and any(not _same_bits(found, again) for again in repeated):
+        fault = "it gave other bits when it was repeated"
+    if fault is None and leaked > LEAST_LEAK_BYTES:
+        fault = f"it kept {leaked >> 20} MiB after each run"
+    if fault is None and fast_bytes > max(MORE_MEMORY * plain_bytes, LEAST_PEAK_BYTES):
+        fault = f"it needed {fast_bytes >> 20} MiB, where plain operations need {plain_bytes >> 20}"
+    if fault is None and is_timed and seconds > max(SLOWER * plain_s, LEAST_SLOW_S):
+        fault = f"it took {1e3 * seconds:.2f} ms, where plain operations take {1e3 * plain_s:.2f}"
+    return Verdict(path.name, fault and f"{path.case}: {fault}", seconds, plain_s, error)
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor], tolerance: float) -> tuple[str | None, float]:
+    """What differs, and the largest error in parts of the largest number."""
+    if len(expected) != len(found):
+        return f"it returned {len(found)} tensors instead of {len(expected)}", 0.0
+    worst = 0.0
+    for index, (right, own) in enumerate(zip(expected, found, strict=True)):
+        if own.shape != right.shape:
+            return f"result {index} has the shape {tuple(own.shape)} instead of {tuple(right.shape)}", worst
+        if own.dtype != right.dtype:
+            return f"result {index} is {own.dtype} instead of {right.dtype}", worst
+        if not own.is_floating_point():
+            if not torch.equal(own, right):
+                return f"result {index} differs", worst
+            continue
+        if not torch.equal(own.isfinite(), right.isfinite()):
+            return f"result {index} is not finite where it should be", worst
+        own, right = own.double(), right.double()
+        error = float((own - right).nan_to_num(0, 0, 0).abs().max()) if own.numel() else 0.0
+        worst = max(worst, error / max(1.0, float(right.nan_to_num(0, 0, 0).abs().max()) if right.numel() else 0.0))
+        if worst > tolerance:
+            return f"result {index} differs by {worst:.2g} of the largest number; {tolerance:.2g} is allowed", worst
+    return None, worst
+
+
+def _same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _measured(run: Callable[[], Sequence[Tensor]], *, repeats: int) -> tuple[list[Tensor], int, float]:
+    """The results of the last run, the memory that the runs took, and the time of the fastest one after the first."""
+    before = _start_peak()
+    found = _copied(run())
+    times = [0.0]
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        found = _copied(run())
+        times.append(time.perf_counter() - start)
+    return found, _peak() - before, min(times[1:], default=0.0)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _start_peak() -> int:
+    """Begins to look for the most memory that is in use at once; returns what is in use now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    return _allocated()
+
+
+def _peak() -> int:
+    """The most memory since `_start_peak`; of the process on a CPU, where Linux says it."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+
+
+def _allocated() -> int:
+    """The memory in use; of the process on a CPU, where Linux says it."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _size_of(runs: Sequence[Sequence[Tensor]]) -> int:
+    """The copies that are held on the host, which count where the host's memory is measured."""
+    return 0 if torch.cuda.is_available() else sum(tensor.nbytes for run in runs for tensor in run)
+
+
+@dataclass(frozen=True)
+class PathSource:
+    """Where a child process finds the paths: `function` of `module`, called with `argument`, which JSON can say."""
+
+    module: str
+    function: str
+    argument: Any
+
+
+def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADLINE_S) -> list[Verdict]:
+    """The verdict of each path by name, in order; of several cases of a path the first fault.
+
+    Each path has `deadline_s`. After one that does not return or ends the process, the others are checked in another
+    process. If not even the first path of a process can be named, one verdict of the name `self-check` says why.
+    """
+    verdicts: dict[str, Verdict] = {}
+    skipped = 0
+    while True:
+        lines, ending = _run_child(source, skipped, is_timed=is_timed, deadline_s=deadline_s)
+        started: str | None = None
+        for line in lines:
+            skipped += "fault" in line
+            if "fault" not in line:
+                started = line["started"]
+                continue
+            started = None
+            own = Verdict(**line)
+            if own.name not in verdicts or verdicts[own.name].fault is None:
+                verdicts[own.name] = own
+        if ending is None:
+            return list(verdicts.values())
+        if started is None:
+            return [*verdicts.values(), Verdict("self-check", f"it {ending}")]
+        verdicts[started] = Verdict(started, f"it {ending}")
+        skipped += 1
+
+
+def _run_child(
+    source: PathSource, skipped: int, *, is_timed: bool, deadline_s: float
+) -> tuple[list[dict[str, Any]], str | None]:
+    """What a child process has reported, and how it ended too early."""
+    task = json.dumps([asdict(source), skipped, is_timed])
+    with tempfile.TemporaryDirectory() as folder:
+        report, errors = Path(folder) / "report", Path(folder) / "errors"
+        report.touch()
+        with errors.open("wb") as sink:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, json.dumps(sys.path), task, str(report)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+            )
+            ending = _wait(child, report, deadline_s)
+        lines = [json.loads(line) for line in report.read_text().splitlines() if line.endswith("}")]
+        if ending is None and child.returncode:
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:]
+            ending = f"ended the process with status {child.returncode}: {' '.join(last)[:300]}"
+        return lines, ending
+
+
+def _wait(child: subprocess.Popen[bytes], report: Path, deadline_s: float) -> str | None:
+    """Waits until the child ends, or has reported nothing for so long."""
+    size, since = 0, time.monotonic()
+    while child.poll() is None:
+        time.sleep(0.05)
+        found = report.stat().st_size
+        if found != size:
+            size, since = found, time.monotonic()
+        limit = deadline_s if size else START_S
+        if time.monotonic() - since > limit:
+            child.kill()
+            child.wait()
+            return f"did not end within {limit:.0f} s"
+    return None
+
+
+def run_paths(task: str, report: str) -> None:
+    """In the child process: a line before each case, and one after it."""
+    source, skipped, is_timed = json.loads(task)
+    paths: Paths = getattr(importlib.import_module(source["module"]), source["function"])
+    with Path(report).open("a") as lines:
+        for index, path in enumerate(paths(source["argument"])):
+            if index < skipped:
+                continue
+            lines.write(json.dumps({"started": path.name}) + "\n")
+            lines.flush()
+            lines.write(json.dumps(asdict(judge(path, is_timed=is_timed))) + "\n")
+            lines.flush()
