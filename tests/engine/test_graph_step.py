@@ -6,6 +6,7 @@ is one, graphs and Triton's kernels are tested, too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -251,3 +252,27 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     monkeypatch.setattr(graphs, "_capture", True)
     assert torch.equal(graphs.hidden(inputs, 1, None), expected)
     assert "without CUDA graphs" in caplog.text and not graphs._capture
+
+
+def test_a_lora_is_copied_for_a_graph_only_when_it_has_changed(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
+    lora, spec = _lora(decoder, OTHER, 1), replace(OTHER, seed=0)
+    table, positions = np.arange(4).reshape(2, 2), np.array([3, 70])
+
+    def run(own: LoraWeights) -> int:
+        """A step that is opened anew; how often the buffer was written until then."""
+        with torch.inference_mode():
+            step = graphs.open(table, table[:, 0], positions, [LoraRows(0, 2, own)])
+            step.run(np.array([5, 6]), positions)
+        assert torch.equal(graphs._buffers[spec].flat, own.flat)
+        return graphs._buffers[spec].flat._version
+
+    first = run(lora)
+    assert run(lora) == first
+    with torch.no_grad():
+        lora.flat.mul_(2.0)
+    second = run(lora)
+    assert second > first
+    assert run(_lora(decoder, OTHER, 2)) > second

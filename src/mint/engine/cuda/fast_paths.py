@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -225,8 +225,10 @@ def _captured(shapes: Shapes) -> Iterator[FastPath]:
         gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
 
-    def replayed() -> list[Tensor]:
-        held = first.clone()
+    held = first.clone()
+
+    @cache
+    def captured() -> tuple[torch.cuda.CUDAGraph, Tensor]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -235,6 +237,10 @@ def _captured(shapes: Shapes) -> Iterator[FastPath]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = layer(held)
+        return graph, out
+
+    def replayed() -> list[Tensor]:
+        graph, out = captured()
         found = []
         for x in (first, second):
             held.copy_(x)

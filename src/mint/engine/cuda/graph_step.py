@@ -177,9 +177,9 @@ class StepGraphs:
         self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # By spec: the buffers that graphs read, and the lora whose weights are in them.
+        # By spec: the buffers that graphs read, and the lora whose weights are in them, with their version.
         self._buffers: dict[LoraSpec, LoraWeights] = {}
-        self._loaded: dict[LoraSpec, LoraWeights] = {}
+        self._loaded: dict[LoraSpec, tuple[LoraWeights, int | None]] = {}
 
     def open(
         self,
@@ -191,7 +191,8 @@ class StepGraphs:
         states: np.ndarray | None = None,
     ) -> GraphStep:
         """See `DecodeSteps`."""
-        self._loaded.clear()  # weights may have changed in place since
+        # Weights may have changed in place since, and such a tensor does not say so.
+        self._loaded = {spec: own for spec, own in self._loaded.items() if own[1] is not None}
         return GraphStep(self, table, positions, loras)
 
     def hidden(self, inputs: Tensor, splits: int, lora: LoraWeights | None) -> Tensor:
@@ -231,9 +232,10 @@ class StepGraphs:
             # A tensor made in inference mode could not be written outside of it.
             with torch.inference_mode(mode=False):
                 self._buffers[spec] = LoraWeights(self.decoder.sites(spec), spec, self.decoder.device)
-        if self._loaded.get(spec) is not lora:
+        held, version = self._loaded.get(spec, (None, None))
+        if held is not lora or version != _version_of(lora):
             self._buffers[spec].flat.copy_(lora.flat.detach())
-            self._loaded[spec] = lora
+            self._loaded[spec] = lora, _version_of(lora)
         return self._buffers[spec]
 
     def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
@@ -266,6 +268,11 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._run(shape, lora)
         return graph, hidden
+
+
+def _version_of(lora: LoraWeights) -> int | None:
+    """What changes whenever the weights do; None where torch does not count, in inference mode."""
+    return None if lora.flat.is_inference() else lora.flat._version
 
 
 @dataclass(frozen=True)
