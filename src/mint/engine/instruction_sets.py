@@ -67,8 +67,13 @@ def instruction_set(name: str | None = None) -> InstructionSet:
     )
 
 
+def sets_of_machine() -> list[InstructionSet]:
+    """The sets that processors of this machine's kind may have, the fastest first."""
+    return [own for own in SETS if not own.machines or platform.machine() in own.machines]
+
+
 def _is_present(own: InstructionSet) -> bool:
-    return not own.machines or (platform.machine() in own.machines and own.features <= _features())
+    return own in sets_of_machine() and own.features <= _features()
 
 
 @cache

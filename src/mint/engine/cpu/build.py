@@ -22,12 +22,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from mint.engine.instruction_sets import InstructionSet, instruction_set
+from mint.engine.instruction_sets import InstructionSet, instruction_set, sets_of_machine
 from mint.errors import MissingExtraError
 
 log = logging.getLogger("mint.kernels")
 
 _FOLDER = Path(__file__).parent / "sources"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Libraries that came with the package, in a folder for each set of instructions; not there in a checkout."""
+
 SOURCES = tuple(sorted(_FOLDER.glob("*.c")))
 HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 COMPILERS = ("cc", "gcc", "clang")
@@ -40,7 +43,7 @@ FLAGS = (
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fopenmp",
+    *(() if sys.platform == "darwin" else ("-fopenmp",)),  # Apple's clang has none: one thread
 )
 COMPILE_SECONDS = 900.0
 """One file takes about one second of a processor. A busy machine may need a minute; a compiler that takes so long
@@ -99,8 +102,13 @@ def sources_digest(instructions: InstructionSet) -> str:
 
 
 def _library(folder: Path, source: Path, instructions: InstructionSet) -> Path:
-    """The library of a source, compiled if the folder has no sound one."""
+    """The library of a source, compiled if neither the package nor the folder has a sound one."""
     key = _key(source, instructions)  # before it is compiled: an upgrade may replace the source meanwhile
+    for library in sorted((PREBUILT / instructions.name).glob(f"{source.stem}-{key}-*.so")):
+        # Belongs to whoever has installed the package, as its Python files do.
+        if _is_whole(library):
+            return library
+        log.warning("%s is not loaded: its content is not what was compiled. Install mint again", library)
     try:
         _make_private(folder)
         for library in sorted(folder.glob(f"{source.stem}-{key}-*.so")):
@@ -148,9 +156,27 @@ def _fault_of(library: Path) -> str | None:
         return f"it belongs to user {found.st_uid}"
     if found.st_mode & _WRITABLE_FOR_OTHERS:
         return "others can write it"
-    if not library.stem.endswith(f"-{_checksum(library.read_bytes())}"):
-        return "its content is not what was compiled"
-    return None
+    return None if _is_whole(library) else "its content is not what was compiled"
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library has the content for which it is named."""
+    return library.stem.endswith(f"-{_checksum(library.read_bytes())}")
+
+
+def prebuild(folder: Path) -> list[Path]:
+    """Compiles all sources into `folder`, below it a folder for each set of instructions that this kind of machine may
+    have; for a package.
+
+    Raises:
+        MissingExtraError: there is no C compiler, or it refuses.
+    """
+    made = []
+    for instructions in sets_of_machine():
+        own = folder / instructions.name
+        own.mkdir()
+        made += [_compile(own, source, _key(source, instructions), instructions) for source in SOURCES]
+    return made
 
 
 def _compile(folder: Path, source: Path, key: str, instructions: InstructionSet) -> Path:
