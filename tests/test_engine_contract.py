@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import write_model
 from two_lanes import TwoLanes
 
+from mint.config import prepare_ray
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import (
     CANCELLED,
@@ -24,6 +28,7 @@ from mint.engine.protocol import (
     TrainDatum,
     resolve_loss,
 )
+from mint.engine.reductions.division import Peers
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, MintError, NotFoundError
 
@@ -35,6 +40,31 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
+@cache
+def _ranks() -> Any:
+    """Two ranks, which all engines of this module share: it takes seconds to start some."""
+    from mint.cluster.groups import RankGroup  # deferred: ray, which is an extra
+
+    def open_rank(peers: Peers) -> TorchEngine:  # sent by value: ranks cannot import this module
+        return TorchEngine(dtype="float32", threads=1, device="cpu", peers=peers)
+
+    return RankGroup(open_rank, 2)
+
+
+def _cluster() -> Engine:
+    prepare_ray()
+    from mint.cluster.engine import ClusterEngine  # deferred: as above
+
+    sampler = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine = ClusterEngine(sampler, lambda _peers: sampler, 2)
+    engine._group = _ranks()
+    return engine
+
+
+ENGINES["cluster"] = _cluster
+OPTIONAL = {"cluster": [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="mint[cluster]")]}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
@@ -42,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=[pytest.param(name, marks=OPTIONAL.get(name, [])) for name in ENGINES])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
     """An engine with base `base` and model `m` (whose lora is no longer the initial one)."""
     engine = ENGINES[request.param]()

@@ -307,11 +307,12 @@ def shorten_thread_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
-def protect_ray() -> None:
+def prepare_ray() -> None:
     """Makes a cluster that this process starts refuse whoever lacks its token: Ray's ports are open to the network, and
-    it runs what it is sent. Ray's usage statistics are not sent, either.
+    it runs what it is sent.
 
-    Ray reads the token when it is loaded. Variables that are already set are not changed.
+    Ray's usage statistics are not sent, and it does not print the stack when the process gets a signal. Ray reads these
+    variables when it is loaded. Those that are already set are not changed.
 
     Raises:
         InvalidRequestError: ray is loaded already, and has no token.
@@ -327,6 +328,7 @@ def protect_ray() -> None:
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
 
 
 def allocator_is_set() -> bool:

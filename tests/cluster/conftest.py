@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rank_work import run_rank
 
-from mint.config import protect_ray
+from mint.config import prepare_ray
 
-protect_ray()  # before a test module imports ray
+prepare_ray()  # before a test module imports ray
 
 PROCESSES = 3
 

@@ -38,7 +38,9 @@ from mint.errors import InvalidRequestError, NotFoundError
 
 log = logging.getLogger(__name__)
 
-DECIDES_BITS = ("torch", "implementation", "attention", "dtype", "quantization", "threads", "micro_batch_rows")
+DECIDES_BITS = (
+    "torch", "implementation", "attention", "kernels", "dtype", "quantization", "threads", "micro_batch_rows",
+)  # fmt: skip
 """The settings of a base that must be equal on all ranks."""
 
 
@@ -257,7 +259,7 @@ class ClusterEngine:
                         "their results would differ",
                         field=name,
                         value=info.settings.get(name),
-                        remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS and MINT_NATIVE",
+                        remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS",
                     )
         self._bases.add(base)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mint.cluster.ranges import divide
-from mint.engine.reductions.division import Division, PassOutcome
+from mint.engine.reductions.division import ALONE, Division, PassOutcome
 from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
 
 
@@ -29,6 +29,8 @@ class Ranks:
 
     def divide(self, costs: Sequence[int]) -> Division:
         """Divides micro-batches of these costs in contiguous ranges."""
+        if dist.get_world_size() == 1:
+            return ALONE.divide(costs)
         return _DividedPass(divide(costs, dist.get_world_size()), dist.get_rank())
 
     def worst(self, own: PassOutcome) -> PassOutcome:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from mint.config import Settings, protect_ray
+from mint.config import Settings, prepare_ray
 from mint.errors import InvalidRequestError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
     """
     if find_spec("ray") is None:
         raise MissingExtraError("training on several processes needs ray", remedy="pip install 'mint[local,cluster]'")
-    protect_ray()
+    prepare_ray()
     rows = settings.micro_batch_rows or MICRO_BATCH_ROWS
     # Ranks get neither the key for a server nor that of a judge.
     own = settings.model_copy(update={"micro_batch_rows": rows, "api_key": None, "judge_api_key": None})
@@ -48,8 +49,10 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
             value=settings.cluster,
             remedy="Leave it out; or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
+    make_record = logging.getLogRecordFactory()
     from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import
 
+    logging.setLogRecordFactory(make_record)  # Ray's adds a field to every line of this process's log
     return ClusterEngine(sampler, partial(_rank_engine, own, open_engine), settings.trainers)
 
 

@@ -1,0 +1,51 @@
+"""The settings of a cluster: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import pytest
+
+from mint.compose import cluster_engine
+from mint.compose.embedded import torch_engine, watched_engine
+from mint.config import prepare_ray, read_serve_settings, read_settings
+from mint.errors import InvalidRequestError, MissingExtraError
+
+
+def test_flags_of_the_server_come_before_the_variables_of_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_CLUSTER", "local")
+    monkeypatch.setenv("MINT_TRAINERS", "3")
+    base = read_settings()
+    assert (base.cluster, base.trainers) == ("local", 3)
+    assert read_serve_settings({}).with_cluster(base) == base
+    assert read_serve_settings({"trainers": 4}).with_cluster(base).trainers == 4
+    with pytest.raises(InvalidRequestError, match="--cluster"):
+        read_serve_settings({"cluster": "elsewhere"})
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_CLUSTER", "local")
+    monkeypatch.setattr(cluster_engine, "find_spec", lambda _name: None)
+    with pytest.raises(MissingExtraError, match=r"mint\[local,cluster\]"):
+        watched_engine(read_settings(), pytest.fail)
+    assert torch_engine(read_settings()).lanes == 1
+
+
+def test_a_cluster_gets_a_token_before_ray_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    prepare_ray()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(token) == 64
+    prepare_ray()
+    assert os.environ["RAY_AUTH_TOKEN"] == token
+
+
+def test_ray_that_was_loaded_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(InvalidRequestError, match="RAY_AUTH_MODE"):
+        prepare_ray()
