@@ -183,7 +183,8 @@ def _start_ray() -> None:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=tempfile.mkdtemp(prefix="mint-ray-"),  # private, and short enough for names of sockets
             )
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # the boundary: Ray raises plain ones
+            log.exception("Ray could not start")
             failure.append(error)
             return
         finally:
@@ -194,9 +195,8 @@ def _start_ray() -> None:
     # thread: there, Ray replaces the program's handler of SIGTERM.
     threading.Thread(target=start, name="mint-ray", daemon=True).start()
     started.wait()
-    if not ray.is_initialized():
-        reason = _first_line(failure[0]) if failure else "see the log"
-        raise RankLostError(f"Ray could not start: {reason}")
+    if failure:
+        raise RankLostError(f"Ray could not start: {_first_line(failure[0])}") from failure[0]
 
 
 def _loopback() -> str:
