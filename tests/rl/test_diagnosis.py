@@ -465,6 +465,14 @@ def test_heldout_down_while_training_is_not_is_suspected_hacking(rate: Callable[
     assert errors(run(rate, evaluations=evaluations)) == ["suspected_reward_hacking"]
 
 
+def test_a_greedy_fall_is_no_hacking_where_held_out_samples_earn_surely_more() -> None:
+    """A run whose greedy reply began better than its samples: 0.99 to 0.88 greedy, 0.52 to 0.75 sampled."""
+    greedy = [{**reading(0, 0.99, 0.01), "temperature": 0.0}, {**reading(20, 0.88, 0.06), "temperature": 0.0}]
+    sampled = [{**reading(0, 0.52, 0.1), "temperature": 1.0}, {**reading(20, 0.75, 0.09), "temperature": 1.0}]
+    assert errors(run(learning, evaluations=[*greedy, *sampled])) == []
+    assert errors(run(learning, evaluations=greedy)) == ["suspected_reward_hacking"]
+
+
 def test_one_text_that_wins_on_every_prompt_is_suspected_and_a_common_answer_is_not() -> None:
     wins = [row(40, group, " The  Answer", 1.0) for group in range(16) for _ in range(3)]
     wins += [row(40, group, f"no {group}", 0.0) for group in range(16)]

@@ -77,8 +77,12 @@ def _hacking(view: StepView, severity: Severity, evidence: str, numbers: dict[st
 
 
 def _heldout_falls(view: StepView) -> Finding | None:
-    """The held-out reward has fallen from its best, the training reward has not, and the two changes differ."""
-    falls = list(heldout_falls(view))
+    """The held-out reward has fallen from its best, the training reward has not, and the two changes differ.
+
+    A set whose reward surely rose at another temperature is left out: its greedy replies became worse, not the grader.
+    """
+    rose = _sets_that_rose(view)
+    falls = [fall for fall in heldout_falls(view) if fall[0]["set"] not in rose]
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     before = reward_window(view.metrics[:CHANGE_WINDOW])
@@ -97,6 +101,15 @@ def _heldout_falls(view: StepView) -> Finding | None:
         f"{last['temperature']:g}) fell from {best['mean']:.3f} to {last['mean']:.3f}, intervals apart",
         {"train_start": before.mean, "train": now.mean, "heldout_best": best["mean"], "heldout": last["mean"]},
     )
+
+
+def _sets_that_rose(view: StepView) -> set[str]:
+    """The held-out sets whose last reading lies above the first one, at any temperature."""
+    first: dict[tuple[str, float], Row] = {}
+    for row in view.evaluations:
+        first.setdefault((row["set"], row["temperature"]), row)
+    last = {(row["set"], row["temperature"]): row for row in view.evaluations}
+    return {name for (name, temperature), row in last.items() if row["low"] > first[name, temperature]["high"]}
 
 
 def _one_text_wins(view: StepView) -> Finding | None:
