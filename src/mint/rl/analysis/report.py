@@ -92,7 +92,7 @@ def print_readings(console: Console, readings: Sequence[Reading]) -> None:
         console.print(f"checkpoint {number}: {checkpoint}", markup=False, soft_wrap=True)
     for task in dict.fromkeys(reading.task for reading in readings):
         table = Table(title=escape(task))
-        for heading in ("checkpoint", "", "reward (95 %)", "first minus this (95 %)", "the first is", "n", "ungraded"):
+        for heading in ("no.", "", "reward (95 %)", "first minus this (95 %)", "the first is", "n", "ungraded"):
             table.add_column(heading)
         for reading in (one for one in readings if one.task == task):
             gap = reading.difference
