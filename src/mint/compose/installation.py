@@ -30,6 +30,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "structured": ("llguidance",),
     "tasks": ("datasets", "reasoning_gym"),
+    "cluster": ("ray",),
     "verifiers": ("verifiers",),
     "textarena": ("textarena",),
     "openenv": ("openenv",),
