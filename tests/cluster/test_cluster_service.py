@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +141,25 @@ def test_who_lacks_the_token_cannot_use_the_ports_of_the_cluster(folder: Path, e
             [sys.executable, "-c", program], env=own | more, capture_output=True, text=True, timeout=120, check=False
         )
         assert ("in" in done.stdout) == is_in and done.returncode != 0
+
+
+def test_a_program_that_ends_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
+    program = (
+        "import mint\n"
+        "with mint.ServiceClient() as service:\n"
+        "    print(service.create_lora_training_client('mint/tiny', rank=4).model_id)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # Ray's sockets need a short path
+        own = {"TMPDIR": folder, "MINT_HOME": str(tmp_path), "MINT_CLUSTER": "local", "MINT_TRAINERS": "2"}
+        subprocess.run([sys.executable, "-c", program], env=os.environ | own, timeout=300, check=True)
+        assert [left.name for left in Path(folder).iterdir() if left.name.startswith("mint-")] == []
+        assert not any(folder in words for words in command_lines())
+
+
+def command_lines() -> list[str]:
+    """Those of all processes of this machine."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines.append((process / "cmdline").read_text())
+    return lines

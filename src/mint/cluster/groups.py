@@ -6,6 +6,7 @@ ended (`RankLostError`). The only module that knows Ray.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -169,6 +170,8 @@ def _start_ray() -> None:
         return
     started = threading.Event()
     failure: list[Exception] = []
+    folder = tempfile.mkdtemp(prefix="mint-ray-")  # private, and short enough for names of sockets
+    atexit.register(_stop_ray, folder)
 
     def start() -> None:
         try:
@@ -181,7 +184,7 @@ def _start_ray() -> None:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=tempfile.mkdtemp(prefix="mint-ray-"),  # private, and short enough for names of sockets
+                _temp_dir=folder,
             )
         except Exception as error:  # the boundary: Ray raises plain ones
             log.exception("Ray could not start")
@@ -197,6 +200,12 @@ def _start_ray() -> None:
     started.wait()
     if failure:
         raise RankLostError(f"Ray could not start: {_first_line(failure[0])}") from failure[0]
+
+
+def _stop_ray(folder: str) -> None:
+    """Ends Ray's processes, and removes what they have written."""
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _loopback() -> str:
