@@ -32,7 +32,7 @@ def require_same_numbers(row: ModelRow, settings: Mapping[str, object]) -> None:
         if found.get(variable, value) != value:
             raise RecoveryDivergedError(
                 f"model {row.model_id} was trained on a base model with {variable}={value}, "
-                f"and has {variable}={found[variable]} now; put the setting back, or the version of mint, and use "
-                "--retry, or go on with the numbers of now by --accept",
+                f"and has {variable}={found[variable]} now; put the setting back and use --retry, or go on "
+                "with the numbers of now by --accept",
                 remedy=recover_remedy(row.model_id),
             )
