@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import signal
 import subprocess
 import sys
@@ -169,3 +170,35 @@ def test_ctrl_c_ends_a_wait_and_the_program_ends_cleanly(tmp_path: Any) -> None:
     out, err = child.communicate(timeout=HANG_S)
     assert (out, err, child.returncode) == ("interrupted\n", "", 0)
     assert not list((tmp_path / "instances").glob("?" * 32 + ".lock"))
+
+
+def test_a_future_that_is_cancelled_while_its_session_closes_leaves_no_unread_error(
+    make_client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where Ctrl-C ends a program that waits."""
+    service = make_client(engine=FakeEngine())
+    service.get_server_capabilities()
+    session = service._session
+    waits, held, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    async def hold_the_loop() -> None:
+        held.set()
+        go_on.wait(HANG_S)
+
+    waiting = session.run(wait(), may_cancel=True)
+    assert waits.wait(HANG_S)
+    session.run(hold_the_loop())
+    assert held.wait(HANG_S)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    wait_until(lambda: session._closed)
+    waiting.cancel()
+    go_on.set()
+    closing.join(HANG_S)
+    del waiting
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -183,12 +183,14 @@ class Session:
         return failed
 
     async def _until_closed(self, work: Coroutine[Any, Any, R], may_cancel: bool) -> R:
+        own = asyncio.current_task()
+        assert own is not None
+        own.add_done_callback(_read_error)
         try:
             if may_cancel:
                 return await work
             task = asyncio.ensure_future(work)
-            # asyncio reports an error that nobody has read, for example after the waiter was cancelled
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(_read_error)
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._closed:
@@ -253,6 +255,12 @@ class Session:
             self._loop = None
         if self._embedded is not None:
             self._embedded.release()
+
+
+def _read_error(done: asyncio.Task[Any]) -> None:
+    """asyncio reports an error that nobody has read. After the waiter was cancelled, nobody does."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _ended(session_id: str | None) -> SessionEndedError:
