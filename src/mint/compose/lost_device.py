@@ -35,6 +35,9 @@ FATAL_MESSAGES = (
 QUIET = frozenset({"clear_gradient", "drop_model", "drop_weights"})
 """Calls that give memory back. On a lost device there is nothing to give back."""
 
+ON_HOST = frozenset({"has_model"})
+"""Calls that do not reach the device."""
+
 
 class DeviceLostError(RuntimeError):
     """The device gives no more results in this process."""
@@ -76,7 +79,7 @@ class _Guarded:
     def call_of(self, target: object, name: str) -> Any:
         """An attribute; what can be called is guarded."""
         function = getattr(target, name)
-        if not callable(function):
+        if not callable(function) or name in ON_HOST:
             return function
 
         def call(*arguments: Any, **named: Any) -> Any:
