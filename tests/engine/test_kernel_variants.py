@@ -30,7 +30,9 @@ def run(
 ) -> str:
     """Runs the tests with this variant in another process; its output."""
     own = {"MINT_TEST_KERNELS": variant, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-m", "not slow", "-k", only]
+    # -s: what a sanitizer writes as it ends the process would be lost with what pytest has captured
+    options = ["-s", "-p", plugin, "-p", "no:cacheprovider", "-m", "not slow", "-k", only]
+    command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(
         [*command, *(str(HERE / file) for file in files)],
         env={**os.environ, **own, **environment},
