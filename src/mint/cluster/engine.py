@@ -39,8 +39,15 @@ from mint.errors import InvalidRequestError, NotFoundError
 log = logging.getLogger(__name__)
 
 DECIDES_BITS = (
-    "torch", "implementation", "attention", "kernels", "dtype", "quantization", "threads", "micro_batch_rows",
-)  # fmt: skip
+    "torch",
+    "implementation",
+    "attention",
+    "kernels",
+    "dtype",
+    "quantization",
+    "threads",
+    "micro_batch_rows",
+)
 """The settings of a base that must be equal on all ranks."""
 
 

@@ -25,12 +25,12 @@ OpenEngine = Callable[[Peers], Engine]
 """Makes the engine of a rank, whose passes run with the given peers. It is called in the rank's process."""
 
 Work = Callable[[Engine], Any]
-"""What a rank does with its engine."""
+"""A function that a rank calls with its engine. The rank answers with the value that it returns."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the work has returned on one rank, or the error that it raised there."""
+    """The result of `Work` on one rank: the returned value, or the raised error."""
 
     value: Any = None
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""What pages may start, as arguments of `mint` commands: settings that the config classes accept, and tasks of mint.
+"""Makes the arguments of the `mint` commands that pages start, and refuses what a page must not start.
 
 A run folder may come from anybody, so nothing in it is trusted: its settings are validated again, its task must be one
 of mint or one that the operator has named, and paths in it are refused. A refusal names the command to run by hand.

@@ -254,7 +254,7 @@ def bisection(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 
 
 def launches(dashboard: DashboardState, request: Request) -> dict[str, Any]:
-    """What the pages have started, newest first, and how it goes."""
+    """The processes that the pages have started, newest first, with the state of each."""
     return {"launches": dashboard.launches.entries()}
 
 

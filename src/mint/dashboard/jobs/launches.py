@@ -28,7 +28,7 @@ MAX_RUNNING = 4
 MAX_KEPT = 32
 MAX_OUTPUT_BYTES = 1 << 20
 TOLD_CHARACTERS = 1_000
-"""Of what a process that failed has printed, the last characters are shown."""
+"""The page of a failed process shows at most so many characters: the last ones that the process printed."""
 
 STATES = {0: "done", 130: "stopped"}
 """By exit status; `mint train` ends with 130 when it was asked to stop."""

@@ -80,7 +80,7 @@ class NativeBuild:
 
     @property
     def identity(self) -> str:
-        """What decides the bits of the kernels: the set of instructions, and the digest of sources and flags."""
+        """The name of the set of instructions, and the digest of sources and flags. Both decide the kernels' bits."""
         return f"{self.instructions.name} (kernels {sources_digest(self.instructions)})"
 
     def libraries(self) -> dict[str, Path]:
