@@ -38,7 +38,7 @@ found = operations.swiglu(operations.matrix(torch.randn(128, 96)).product(x))
 found = operations.rms_norm(found, torch.ones(64), 1e-6)[0]
 print(Path(mint.__file__).parent)
 print(places["products"].parent)
-print(build.identity, hashlib.sha256(found.numpy().tobytes()).hexdigest())
+print(build.instructions.name, build.digest, hashlib.sha256(found.numpy().tobytes()).hexdigest())
 """
 
 

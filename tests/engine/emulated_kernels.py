@@ -148,7 +148,7 @@ def _open(self: Any, native: build.NativeBuild | Path) -> None:
     """The constructor of `NativeKernels`."""
     made = build.NativeBuild(native) if isinstance(native, Path) else native
     places = made.libraries()
-    self.identity = made.identity
+    self.instructions, self.digest = made.instructions.name, made.digest
     self.libraries = {source: EmulatedLibrary(place) for source, place in places.items()}
     self._matrix_memory = HugePages()
 

@@ -281,19 +281,19 @@ def test_a_model_whose_base_has_other_numbers_stops_also_with_nothing_to_replay(
 
 
 class WithKernels(FakeEngine):
-    """As if it computed by the kernels in C of this identity."""
+    """As if it computed by the kernels in C with these instructions, from sources of this digest."""
 
-    def __init__(self, identity: str) -> None:
+    def __init__(self, instructions: str, kernels: str = "1a2b") -> None:
         super().__init__()
-        self._identity = identity
+        self._kernels = {"instructions": instructions, "kernels": kernels}
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         found = super().create_model(model_id, base, lora)
-        return {**found, "dtype": "float32", "attention": "native", "kernels": self._identity}
+        return {**found, "dtype": "float32", "attention": "native", **self._kernels}
 
 
 def test_a_model_that_other_kernels_trained_stops_and_names_both(tmp_path: Path) -> None:
-    own, other = "avx2 (kernels 1a2b)", "avx512 (kernels 1a2b)"
+    own, other = "avx2", "avx512"
     harness = Harness(open_service(tmp_path, engine=WithKernels(own), is_server=True))
     model_id = harness.create_model()
     digest = step(harness, model_id, 1)
@@ -321,11 +321,11 @@ def test_a_model_that_other_kernels_trained_stops_and_names_both(tmp_path: Path)
 
 
 def test_a_newer_mint_with_other_kernels_goes_on_where_nothing_is_replayed(tmp_path: Path) -> None:
-    harness = Harness(open_service(tmp_path, engine=WithKernels("avx2 (kernels 1a2b)"), is_server=True))
+    harness = Harness(open_service(tmp_path, engine=WithKernels("avx2", "1a2b"), is_server=True))
     model_id = harness.create_model()
     digest = step(harness, model_id, 1)
     harness.service.stop()
-    harness = reopened(tmp_path, harness.session_id, WithKernels("avx2 (kernels 3c4d)"))
+    harness = reopened(tmp_path, harness.session_id, WithKernels("avx2", "3c4d"))
     harness.restore(model_id)
     assert harness.digest(model_id) == digest
     harness.service.stop()

@@ -42,6 +42,7 @@ DECIDES_BITS = (
     "torch",
     "implementation",
     "attention",
+    "instructions",
     "kernels",
     "dtype",
     "quantization",

@@ -107,7 +107,7 @@ def _kernels(settings: Settings) -> Check:
     except MissingExtraError as error:
         return Check("kernels", "problem", str(error), COMPILER_REMEDY)
     by = f", by {compilers[0]}" if compilers else ""
-    return Check("kernels", "ok", f"{len(libraries)} libraries of {build.identity} in {folder}{by}")
+    return Check("kernels", "ok", f"{len(libraries)} libraries for {build.instructions.name} in {folder}{by}")
 
 
 def _memory() -> Check:

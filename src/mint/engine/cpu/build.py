@@ -79,9 +79,9 @@ class NativeBuild:
         pool.shutdown(wait=False)
 
     @property
-    def identity(self) -> str:
-        """The name of the set of instructions, and the digest of sources and flags. Both decide the kernels' bits."""
-        return f"{self.instructions.name} (kernels {sources_digest(self.instructions)})"
+    def digest(self) -> str:
+        """The digest of sources and flags. With the set of instructions it decides the kernels' bits."""
+        return sources_digest(self.instructions)
 
     def libraries(self) -> dict[str, Path]:
         """Where each library is, by the name of its source without suffix; waits until all are there.

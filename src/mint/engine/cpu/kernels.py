@@ -44,8 +44,9 @@ class NativeKernels:
         """
         native = NativeBuild(build) if isinstance(build, Path) else build
         places = native.libraries()
-        self.identity = native.identity
-        """What decides their bits: see `NativeBuild.identity`."""
+        self.instructions = native.instructions.name
+        self.digest = native.digest
+        """With the set of instructions it decides their bits: see `NativeBuild.digest`."""
         libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
         self.threads = NativeThreads(libraries.pop("threads"))
         self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}

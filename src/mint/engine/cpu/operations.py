@@ -115,7 +115,7 @@ class NativeOperations(CpuOperations):
     def __init__(self, dtype: torch.dtype, kernels: NativeKernels, activation: Activation = "silu") -> None:
         super().__init__(dtype, activation)
         self.kernels = kernels
-        self.kernels_identity = kernels.identity
+        self.instructions, self.kernels_digest = kernels.instructions, kernels.digest
         self._rows, self._row_copies = kernels.libraries["rows"], kernels.libraries["row_copies"]
         self._draw = kernels.libraries["draw"]
         self._products = NativeProducts(kernels)

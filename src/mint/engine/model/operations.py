@@ -45,8 +45,10 @@ class Operations(Protocol):
     activation: Activation
     attention_name: str
     """Which attention packed rows go through, for `get_info`."""
-    kernels_identity: str | None
-    """What decides the bits of the kernels in C (`NativeBuild.identity`), for `get_info`; None without them."""
+    instructions: str | None
+    """The set of vector instructions of the kernels in C, for `get_info`; None without them."""
+    kernels_digest: str | None
+    """The digest of their sources (`NativeBuild.digest`), for `get_info`; None without them."""
     max_rows: int
     """Rows of a training micro-batch where memory sets no bound."""
     activation_share: int

@@ -45,7 +45,8 @@ class TorchOperations:
     """`Operations` on any device."""
 
     attention_name = "torch"
-    kernels_identity: str | None = None
+    instructions: str | None = None
+    kernels_digest: str | None = None
     max_rows = 4096
     activation_share = 8  # the system and other programs use this memory, too
     max_sampling_rows = 512

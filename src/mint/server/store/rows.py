@@ -27,7 +27,7 @@ BASE_NUMBERS = {
     "dtype": "MINT_DTYPE",
     "quantization": "MINT_QUANTIZE",
     "attention": "MINT_NATIVE",
-    "kernels": "MINT_INSTRUCTIONS",
+    "instructions": "MINT_INSTRUCTIONS",
 }
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
@@ -78,10 +78,9 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
         return None
     values = {name: effective.get(name) or "none" for name in BASE_NUMBERS}
     values["attention"] = _KERNELS.get(values["attention"])
-    kernels = effective.get("kernels")
-    # Without the digest of their sources: a newer mint may have other kernels, as a newer torch has. Where their bits
-    # differ, a replay finds it.
-    values["kernels"] = None if kernels is None else str(kernels).partition(" ")[0]
+    # Without the digest of the kernels' sources: a newer mint may have other kernels, as a newer torch has. Where their
+    # bits differ, a replay finds it.
+    values["instructions"] = effective.get("instructions")
     return {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
 
 
