@@ -15,7 +15,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = (ROOT / "constraints" / "deployment.txt").read_text()
-EXTRAS = ("local", "structured", "tasks", "trackers")
+EXTRAS = ("rl", "local", "structured", "tasks", "trackers")
 """Those of a deployment. The others are for development, or ask for older packages than these (`verifiers`)."""
 
 ENTRY = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^ ;]+)(?P<rest>[^\\\n]*(?:\\\n[^\\\n]*)*)", re.MULTILINE)
@@ -27,6 +27,9 @@ def test_everything_that_an_extra_names_is_in_the_lock(extra: str) -> None:
     named = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     for text in named:
         requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= set(EXTRAS)
+            continue
         pin = PINS.get(canonicalize_name(requirement.name))
         assert pin is not None, f"{text} is missing: make lock"
         assert requirement.specifier.contains(pin["version"]), f"{text} is {pin['version']}: make lock"

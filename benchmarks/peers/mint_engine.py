@@ -17,7 +17,8 @@ from benchmarks.peers.answering import answer_turns, open_answers, read_spec
 from mint.engine.protocol import AdamSpec, LoraSpec, ModelState, Sample, SampleJob, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, base_layers, read_config, read_weights
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_format import base_layers, read_config, read_weights
 
 BASE, MODEL = "base", "model"
 

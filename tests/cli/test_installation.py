@@ -26,7 +26,8 @@ def checks() -> dict[str, Check]:
 
 def test_the_modules_of_each_extra_are_its_packages() -> None:
     for extra, modules in EXTRAS.items():
-        packages = [Requirement(text).name.replace("-", "_") for text in DECLARED[extra]]
+        named = [Requirement(text).name.replace("-", "_") for text in DECLARED[extra]]
+        packages = [name for name in named if name != "mint"]  # mint[rl] is listed by itself
         assert sorted(packages) == sorted(modules), extra
     assert set(DECLARED) - set(EXTRAS) == {"docs", "dev"}
 

@@ -23,15 +23,16 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except MissingExtraError as error:  # from an import of mint's own
+            fail(error)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == "mint":
                 raise
-            fail(
-                MissingExtraError(
-                    f"mint {ctx.invoked_subcommand} needs the package {error.name}, which is not installed",
-                    remedy="pip install 'mint[local]'",
-                )
-            )
+            remedy = "pip install 'mint[local]'"
+            if error.name == "numpy":
+                remedy += " to train or serve on this machine, or 'mint[rl]' to train on a server and to read runs"
+            needed = f"mint {ctx.invoked_subcommand} needs the package {error.name}, which is not installed"
+            fail(MissingExtraError(needed, remedy=remedy))
         except typer.BadParameter as error:
             _name_value(error)
             raise

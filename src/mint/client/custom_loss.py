@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mint.errors import MissingExtraError, NotFoundError
 from mint.types import Datum, TensorData
+from mint.types.arrays import np, require_numpy
 
 CustomLoss = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
 """`fn(data, logprobs)` → (loss, metrics): torch tensors, one row of logprobs per datum, of the shape of its targets."""
@@ -92,6 +91,7 @@ def _with_weights(datum: Datum, weights: TensorData) -> Datum:
 
 def _zeros(tensor: TensorData) -> TensorData:
     """Zeros in the layout of `tensor`."""
+    require_numpy("a custom loss")
     return tensor.with_values(np.zeros(len(tensor.values), np.float32), "float32")
 
 

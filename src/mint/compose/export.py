@@ -22,6 +22,7 @@ from mint.engine.protocol import LORA_ALPHA
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.models import hf_format, peft_format, registry
 from mint.models.folder import ModelFolder
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 
 ExportFormat = Literal["peft", "hf", "gguf-ready"]
 
@@ -103,10 +104,10 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
     with tempfile.TemporaryDirectory(dir=folder) as scratch, RestClient(base_url, settings.api_key) as rest:
         archive = rest.download_checkpoint(path, Path(scratch) / "checkpoint.tar.gz").result()
         with UntrustedFiles(archive, Path(scratch)) as files:
-            config = peft_format.read_config(files.read(peft_format.CONFIG_FILE) or b"")
+            config = peft_format.read_config(files.read(CONFIG_FILE) or b"")
             about = json.loads(files.read(MANIFEST_FILE) or b"{}")
             base_model = str(about.get("base_model") or config.base_model)
-            weights_file = files.files[peft_format.WEIGHTS_FILE]
+            weights_file = files.files[WEIGHTS_FILE]
             if format == "peft":
                 weights = peft_format.read_unchecked(weights_file)
             else:

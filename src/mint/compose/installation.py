@@ -28,6 +28,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *("torch", "transformers", "starlette", "uvicorn", "httptools", "safetensors", "gguf", "zstandard"),
         *("python_multipart", "structlog", "prometheus_client", "matplotlib", "math_verify", "pydantic_monty"),
     ),
+    "rl": ("numpy",),
     "structured": ("llguidance",),
     "tasks": ("datasets", "reasoning_gym"),
     "cluster": ("ray",),

@@ -19,11 +19,10 @@ import numpy as np
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.expert_layers import layers_of
 from mint.models.folder import ModelFolder
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 from mint.models.untrusted_tensors import UntrustedTensor, UntrustedTensors
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 UNEMBED = "lm_head"
 
 _PREFIX = "base_model.model."

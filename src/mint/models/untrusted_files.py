@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from mint.errors import InvalidRequestError
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from mint.models.untrusted_tensors import MAX_HEADER_BYTES
 
 OPTIMIZER_FILE = "optimizer.safetensors"

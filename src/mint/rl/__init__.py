@@ -1,5 +1,13 @@
 """Reinforcement learning over the public SDK: what a task is, the shared GRPO loop, and why a run does not learn."""
 
+from mint.errors import MissingExtraError
+
+try:
+    import numpy  # noqa: F401  # the base install is without
+except ModuleNotFoundError as error:
+    to_install = "pip install 'mint[rl]', or 'mint[local]' to train on this machine"
+    raise MissingExtraError("mint.rl needs numpy", remedy=to_install) from error
+
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
 from mint.rl.analysis.diagnosis import diagnose
 from mint.rl.analysis.doctor import Examination, examine

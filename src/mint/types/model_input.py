@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from mint.errors import InvalidRequestError
+from mint.types.arrays import np, require_numpy
 from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, StrictValue
 
@@ -156,6 +156,7 @@ class ModelInput(ArrayValue):
 
     def to_numpy(self) -> np.ndarray:
         """All token ids, chunks joined: a new int64 array."""
+        require_numpy("ModelInput.to_numpy()")
         if len(self.chunks) == 1:
             return self.chunks[0].ids.astype(np.int64)
         return np.concatenate([np.zeros(0, np.int64), *(chunk.ids for chunk in self.chunks)])

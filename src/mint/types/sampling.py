@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import numpy as np
 from pydantic import BeforeValidator, Field
 
 from mint.errors import InvalidRequestError
+from mint.types.arrays import np
 from mint.types.checkpoint_path import CheckpointUri
 from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, Params, Result

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from pydantic import Field
 
 from mint.errors import InvalidRequestError
+from mint.types.arrays import np, require_numpy
 from mint.types.value_classes import ArrayValue, StrictValue
 
 DType = Literal["int64", "float32"]
@@ -175,6 +175,7 @@ class TensorData(ArrayValue):
             raise _misfit("sparse_crow_indices, sparse_col_indices", None, "belong together: one is missing")
         if shape is None or len(shape) != 2 or min(shape) < 0:
             raise _misfit("shape", self.shape, "is not [rows, columns], which a sparse tensor needs")
+        require_numpy("The cells of a sparse tensor")
         counts = np.diff(crow)
         if len(crow) != shape[0] + 1 or crow[0] != 0 or (counts < 0).any() or crow[-1] != len(columns):
             wanted = f"{shape[0]} + 1 numbers that begin with 0, do not fall, and end with {len(columns)}"
@@ -197,6 +198,7 @@ class TensorData(ArrayValue):
         Raises:
             InvalidRequestError: a sparse matrix whose indices do not fit, or of more than `MAX_DENSE_CELLS` cells.
         """
+        require_numpy("TensorData.to_numpy()")
         if not self.is_sparse:
             return (self.values if self._shape is None else self.values.reshape(self._shape)).copy()
         places = self.cells()
@@ -215,7 +217,9 @@ class TensorData(ArrayValue):
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
         """Nested Python lists, in `shape`."""
-        return self.to_numpy(pad_value).tolist()
+        if self.is_sparse:
+            return self.to_numpy(pad_value).tolist()
+        return (self.values if self._shape is None else self.values.reshape(self._shape)).tolist()
 
     def with_values(self, values: np.ndarray, dtype: DType) -> Self:
         """A tensor of the same layout with other numbers."""
@@ -288,7 +292,7 @@ def _require_numbers(array: np.ndarray, values: Any, field: str) -> None:
     if array.dtype.kind == "O" and all(isinstance(value, int) for value in array.flat):
         raise _too_large(field, values, _INT64)
     remedy = "Pass a list, numpy array or torch tensor of equal-length rows of numbers"
-    raise _refusal(f"is not a tensor of numbers (numpy reads it as {array.dtype})", field, values, remedy)
+    raise _refusal(f"is not a tensor of numbers (its dtype would be {array.dtype})", field, values, remedy)
 
 
 def _too_large(field: str, values: Any, dtype: np.dtype) -> InvalidRequestError:
@@ -307,5 +311,6 @@ def _misfit(field: str, value: object, message: str) -> InvalidRequestError:
 
 
 def _torch_to_numpy(tensor: Any) -> np.ndarray:
+    require_numpy("A torch tensor as a value of the SDK")
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy()

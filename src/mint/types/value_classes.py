@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
+from mint.types.arrays import np
 from mint.types.first_wrong import FirstWrongElement
 from mint.types.validation_errors import invalid_request
 

@@ -9,12 +9,12 @@ Letters in the comments: D datums · K alternatives per position.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NoReturn
 
-import numpy as np
 from google.protobuf.message import DecodeError, EncodeError, Message
 
 from mint.errors import InvalidRequestError
@@ -34,6 +34,7 @@ from mint.types import (
     TensorData,
     TopkLogprobs,
 )
+from mint.types.arrays import np
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.protobuf_fields import MAX_PARTS, check_parts
 from mint.wire.requests import ForwardBackwardInput, ForwardBackwardRequest
@@ -44,8 +45,9 @@ _NUMPY = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_BFLOAT16: np.dtype("<u2"),  # the upper half of a float32
 }
+_INT32 = _NUMPY[pb.DTYPE_INT32]
+_NUMBER_BYTES = {pb.DTYPE_FLOAT32: 4, pb.DTYPE_INT64: 8, pb.DTYPE_INT32: 4, pb.DTYPE_BFLOAT16: 2}
 _WRITTEN: Mapping[DType, tuple[Any, np.dtype]] = {
     "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4")),
     "int64": (pb.DTYPE_INT64, np.dtype("<i8")),
@@ -190,7 +192,7 @@ def write_output(output: ForwardBackwardOutput) -> bytes:
             field = record.fields[name]
             field.dtype = code
             field.data = b"".join(parts)
-            field.offsets = np.array(offsets, "<i8").tobytes()
+            field.offsets = struct.pack(f"<{len(offsets)}q", *offsets)
             field.trailing_shape.extend(trailing_shape)
     return _serialise(message)
 
@@ -222,22 +224,21 @@ def _read_record(record: pb.ArrayRecord, where: str) -> list[dict[str, TensorDat
 def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     """The D tensors of a field."""
     numbers = _numbers(field.data, field.dtype, where)
-    width = _NUMPY[field.dtype].itemsize
-    offsets_D1 = _numbers(field.offsets, pb.DTYPE_INT64, f"{where}.offsets")
+    width = _NUMBER_BYTES[field.dtype]
+    offsets_D1: list[int] = _numbers(field.offsets, pb.DTYPE_INT64, f"{where}.offsets").tolist()
     trailing = field.trailing_shape[:]
     _require_shape(trailing, f"{where}.trailing_shape")
     row = math.prod(trailing)
-    ascending = len(offsets_D1) > 0 and bool((offsets_D1[:-1] <= offsets_D1[1:]).all())
+    ascending = len(offsets_D1) > 0 and all(start <= end for start, end in pairwise(offsets_D1))
     if not ascending or offsets_D1[0] < 0 or offsets_D1[-1] > len(field.data):
         shown = f"{len(offsets_D1)} offsets into {len(field.data)} bytes"
         _refuse(f"{where}.offsets", shown, "do not cut the data in order", "Pass num_datums + 1 ascending offsets")
-    sizes_D = np.diff(offsets_D1)
-    whole = (sizes_D == 0) if row * width > len(field.data) or row == 0 else (sizes_D % (row * width) == 0)
-    if offsets_D1[0] % width or not whole.all():
+    whole = all(end == start or (row and (end - start) % (row * width) == 0) for start, end in pairwise(offsets_D1))
+    if offsets_D1[0] % width or not whole:
         _refuse(f"{where}.offsets", f"rows of {row}", "cut the data inside a row", "Correct offsets or trailing_shape")
     dtype: DType = "float32" if numbers.dtype.kind == "f" else "int64"
     tensors = []
-    for start, end in pairwise((offsets_D1 // width).tolist()):
+    for start, end in pairwise(offset // width for offset in offsets_D1):
         tensors.append(TensorData(numbers[start:end], dtype, ((end - start) // row if row else 0, *trailing)))
     return tensors
 
@@ -374,21 +375,28 @@ def _write_tensor(message: pb.Tensor, tensor: TensorData, where: str) -> None:
 
 def _numbers(raw: bytes, dtype: Any, where: str) -> np.ndarray:
     """int64, int32 or float32 numbers; bfloat16 becomes float32, of the same value."""
-    layout = _NUMPY.get(dtype)
-    if layout is None:
+    width = _NUMBER_BYTES.get(dtype)
+    if width is None:
         _refuse(f"{where}.dtype", dtype, "is not a dtype", "Pass 1 float32, 2 int64, 3 int32 or 4 bfloat16")
-    if len(raw) % layout.itemsize:
-        wanted = f"is not a multiple of {layout.itemsize} bytes"
+    if len(raw) % width:
+        wanted = f"is not a multiple of {width} bytes"
         _refuse(where, f"{len(raw)} bytes", wanted, "Pass whole little-endian numbers")
-    numbers = np.frombuffer(raw, layout)
-    return (numbers.astype("<u4") << 16).view("<f4") if dtype == pb.DTYPE_BFLOAT16 else numbers
+    if dtype == pb.DTYPE_BFLOAT16:
+        return np.frombuffer(_widened(raw), _NUMPY[pb.DTYPE_FLOAT32])
+    return np.frombuffer(raw, _NUMPY[dtype])
+
+
+def _widened(raw: bytes) -> bytes:
+    """bfloat16 numbers as float32: they are its upper halves."""
+    wide = bytearray(2 * len(raw))
+    wide[2::4], wide[3::4] = raw[0::2], raw[1::2]
+    return bytes(wide)
 
 
 def _int32(ids: np.ndarray, where: str) -> np.ndarray:
-    narrow = ids.astype(np.int32)
-    if (ids != narrow).any():
+    if ids.size and (ids.min() < -(2**31) or ids.max() >= 2**31):
         _refuse(where, ids.tolist(), "does not fit 32 bits", "Pass smaller numbers")
-    return narrow
+    return ids.astype(_INT32)
 
 
 def _require_shape(shape: Sequence[int], where: str) -> None:

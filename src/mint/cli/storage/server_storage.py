@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mint.client.rest_client import RestClient
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from mint.types import SupportedModel
 from mint.types.records import (
     Checkpoint,

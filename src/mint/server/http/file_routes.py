@@ -25,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 
 import mint.wire as wire
 from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
-from mint.models.peft_format import CONFIG_FILE
+from mint.models.peft_files import CONFIG_FILE
 from mint.models.untrusted_files import MAX_UPLOAD_BYTES
 from mint.server.http.public_address import public_address
 from mint.server.http.route_table import Call, RouteRow, respond, respond_json

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mint.engine.protocol import LORA_ALPHA
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, config_json, peft_header
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_format import config_json, peft_header
 from mint.models.untrusted_files import COMPLETE_FILE, MANIFEST_FILE, OPTIMIZER_FILE
 from mint.server.service import archives
 from mint.server.service.archives import ArchiveMember

@@ -24,7 +24,8 @@ from mint.engine.protocol import LORA_ALPHA, LoraSpec, ModelState
 from mint.errors import InvalidRequestError, JournalError, MintError
 from mint.models import peft_format, registry
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, LayersOf
+from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.peft_format import LayersOf
 from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, UntrustedFiles
 from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
