@@ -108,6 +108,7 @@ def test_heads_are_normed_and_turned_and_lie_in_their_pages(
         qkv_bias=_random(width, seed=7) if biased else None,
         head_norms=_random(rows.query_heads + rows.kv_heads, dim, seed=8) if normed else None,
         o=empty,
+        sinks=None,
     )
     lora = _lora(5, 3, width, rank) if rank else None
     product = _random(5, width, seed=1, dtype=dtype)

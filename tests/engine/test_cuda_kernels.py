@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from planted_kernels import FAULTS
 
-from mint.engine.cuda.fast_paths import TRITON, Shapes
 from mint.engine.cuda.graph_step import SPLIT_PAGES
-from mint.engine.cuda.self_check import check_paths
+from mint.engine.cuda.self_check import PathSource, check_paths
 from mint.engine.model.attention import PAGE_POSITIONS
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
@@ -28,12 +28,14 @@ def test_interpreted_they_compute_what_float64_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_interpreted_they_pass_the_self_check(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_they_pass_the_self_check_which_finds_every_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, dtype, "cpu", (TRITON,))
-    verdicts = check_paths(shapes.source, is_timed=False)
-    assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(TRITON, None)]
+    verdicts = check_paths(PathSource("planted_kernels", "paths", list(FAULTS)), is_timed=False, deadline_s=60)
+    faults = {verdict.name: verdict.fault for verdict in verdicts}
+    assert [faults.pop(f"sound in {dtype}") for dtype in ("float32", "float16")] == [None, None]
+    assert list(faults) == list(FAULTS)
+    found = {name for name, fault in FAULTS.items() if fault.words in (faults[name] or "")}
+    assert found == FAULTS.keys(), faults
 
 
 @pytest.mark.slow

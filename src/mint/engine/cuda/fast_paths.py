@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepKernels
+from mint.engine.cuda.guarded_memory import GuardedMemory
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.cuda.self_check import FastPath, PathSource
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -34,8 +35,12 @@ NAMES = (FLEX, TRITON, CAPTURE, OPTIMIZER)
 
 RANK = 16
 ROWS = (1, 63, 65)
-LENGTHS = (1, PAGE_POSITIONS, PAGE_POSITIONS + 1, (SPLIT_PAGES + 1) * PAGE_POSITIONS - 1)
+SPLIT = SPLIT_PAGES * PAGE_POSITIONS
+LENGTHS = (1, PAGE_POSITIONS, PAGE_POSITIONS + 1, SPLIT, SPLIT + PAGE_POSITIONS - 1)
 """Keys of decoded rows."""
+
+WITH_LORA = ("heads", "swiglu", "add")
+"""Kernels that add a lora's part."""
 
 SPANS = {
     "5 rows": [Span(0, 5)],
@@ -97,7 +102,7 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         # Only CUDA builds of torch bring Triton with them.
         from mint.engine.cuda.kernels import TritonKernels
 
-        yield from _step_kernels(shapes, TritonKernels())
+        yield from step_kernel_paths(shapes, TritonKernels(), ROWS)
     if CAPTURE in shapes.names:
         yield from _captured(shapes)
     if OPTIMIZER in shapes.names:
@@ -130,16 +135,24 @@ def _attention(shapes: Shapes) -> Iterator[FastPath]:
         yield FastPath(FLEX, case, *ways, TOLERANCE[dtype])
 
 
-def _step_kernels(shapes: Shapes, kernels: StepKernels) -> Iterator[FastPath]:
-    """Each kernel of a captured step, with and without a lora."""
+def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int]) -> Iterator[FastPath]:
+    """Each kernel of a captured step for `counts` of rows, with and without a lora, in guarded memory."""
     dtype = _dtype(shapes)
     plain = PlainKernels()
-    for rows in ROWS:
+    for count in counts:
         for rank in (0, RANK):
-            case = f"{rows} rows, rank {rank}"
-            for name, run in _kernel_runs(shapes, rows, rank).items():
-                fast = partial(run, kernels)
-                yield FastPath(TRITON, f"{name}, {case}", fast, partial(run, plain), TOLERANCE[dtype])
+            for name, run in _kernel_runs(shapes, count, rank).items():
+                if rank and name not in WITH_LORA:
+                    continue
+                ways = partial(_guarded, run, kernels), partial(_guarded, run, plain)
+                yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, TOLERANCE[dtype])
+
+
+def _guarded(run: Callable[[StepKernels], list[Tensor]], kernels: StepKernels) -> list[Tensor]:
+    """The results, and how many numbers were written out of bounds."""
+    with GuardedMemory() as memory:
+        found = run(kernels)
+    return [*found, memory.overwritten()]
 
 
 def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[StepKernels], list[Tensor]]]:
@@ -194,13 +207,14 @@ def _context(shapes: Shapes, count: int) -> StepContext:
     return StepContext(inputs, angles.cos(), angles.sin(), *heads, eps=shapes.eps, splits=splits)
 
 
-def _planes(shapes: Shapes, rows: StepContext) -> tuple[Tensor, Tensor]:
-    side = shapes.side_by_side
-    shape = (rows.inputs[2:].numel() + 2, shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
-    return (
-        _random(shapes, *shape, seed=11, dtype=_dtype(shapes)),
-        _random(shapes, *shape, seed=12, dtype=_dtype(shapes)),
-    )
+def _planes(shapes: Shapes, rows: StepContext) -> list[Tensor]:
+    """Keys and values; made empty first, which gives them guards."""
+    side, dtype = shapes.side_by_side, _dtype(shapes)
+    shape = (rows.inputs[2:].numel(), shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
+    return [
+        torch.empty(shape, dtype=dtype, device=shapes.device).copy_(_random(shapes, *shape, seed=seed, dtype=dtype))
+        for seed in (11, 12)
+    ]
 
 
 def _attention_weights(shapes: Shapes, width: int) -> AttentionWeights:

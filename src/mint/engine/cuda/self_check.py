@@ -85,18 +85,18 @@ def judge(path: FastPath, *, is_timed: bool) -> Verdict:
     expected, plain_bytes, plain_s = _measured(path.plain, repeats=1)
     try:
         found, fast_bytes, _ = _measured(path.fast, repeats=0)
-        repeated, held = list[list[Tensor]](), [_allocated()]
+        is_repeated, held = True, [_allocated()]
         for _ in range(REPEATS):
-            repeated.append(_copied(path.fast()))
+            is_repeated &= _same_bits(found, _copied(path.fast()))
             held.append(_allocated())
         # What is kept grows with every run; what a library sets up grows once.
-        leaked = min(after - before for before, after in pairwise(held)) - _size_of(repeated[:1])
+        leaked = min(after - before for before, after in pairwise(held))
         seconds = _measured(path.fast, repeats=1)[2]
     except Exception as error:  # noqa: BLE001  whatever a kernel does is a finding
         return Verdict(path.name, f"{path.case}: it raised {type(error).__name__}: {str(error)[:300]}")
     difference, error = _difference(expected, found, path.tolerance)
     fault = difference
-    if fault is None and any(not _same_bits(found, again) for again in repeated):
+    if fault is None and not is_repeated:
         fault = "it gave other bits when it was repeated"
     if fault is None and leaked > LEAST_LEAK_BYTES:
         fault = f"it kept {leaked >> 20} MiB after each run"
@@ -188,11 +188,6 @@ def _allocated() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _size_of(runs: Sequence[Sequence[Tensor]]) -> int:
-    """The copies that are held on the host, which count where the host's memory is measured."""
-    return 0 if torch.cuda.is_available() else sum(tensor.nbytes for run in runs for tensor in run)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""mint's Triton kernels with a planted fault each, for the self-check: the fault is one change of their source."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import mint.engine.cuda
+from mint.engine.cuda.fast_paths import Shapes, step_kernel_paths
+from mint.engine.cuda.self_check import FastPath
+
+SOURCE = Path(mint.engine.cuda.__file__).with_name("kernels.py")
+SHAPES = Shapes(80, 88, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
+"""No width is a power of two, so that every mask has an edge."""
+
+SHORT, LONG = (1, 17), (1, 6)
+"""Rows: past the edge of a tile; with every length of a row, and padding."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first `right` of the source after `place` becomes `wrong`; `words` are of the fault that must be found."""
+
+    kernel: str
+    place: str
+    right: str
+    wrong: str
+    words: str = "differs by"
+
+
+FAULTS = {
+    "wrong mask of columns": Fault(
+        "norm", "def _norm(", "real = columns < width", "real = columns < width - 1", "not finite"
+    ),
+    "mean over the padded width": Fault("norm", "def _norm(", "(own * own) / width", "(own * own) / WIDTH"),
+    "wrong stride": Fault(
+        "heads", "def _heads(", "(2 + position // PAGE_POSITIONS) * stride", "(1 + position // PAGE_POSITIONS) * stride"
+    ),
+    "rotation the wrong way": Fault(
+        "heads", "def _heads(", "before * cosine - second * sine", "before * cosine + second * sine"
+    ),
+    "keys of another head": Fault("heads", "def _heads(", "+ (kv % SIDE) * DIM", "+ (kv % 1) * DIM"),
+    "padding is written": Fault("heads", "def _heads(", "used = used & real", "used = real"),
+    "another part of the lora": Fault("heads", "def _lora_tile(", "part * RANK + ranks", "ranks"),
+    "missing accumulation": Fault("attend", "def _attend(", "mixed * shrunk[:, None] + tl.dot", "tl.dot"),
+    "total not scaled": Fault("attend", "def _attend(", "total * shrunk + tl.sum", "total + tl.sum"),
+    "a key too many": Fault("attend", "def _attend(", "keys_of_page < length", "keys_of_page <= length"),
+    "nan at an edge": Fault(
+        "attend",
+        "def _attend(",
+        "tl.load(values + start + inside, mask=loaded, other=0.0)",
+        "tl.load(values + start + inside, mask=loaded, other=float('nan'))",
+        "not finite",
+    ),
+    "a split too many": Fault(
+        "attend",
+        "def _merge(",
+        "(SPLIT_PAGES * PAGE_POSITIONS) < length",
+        "(SPLIT_PAGES * PAGE_POSITIONS) <= length",
+        "not finite",
+    ),
+    "hangs": Fault("attend", "def _merge(", "split += 1", "split += 0", "did not end within"),
+    "raises": Fault("attend", "def attend(", "WIDTH=triton.next_power_of_2(dim)", "WIDTH=dim", "it raised"),
+    "sigmoid the wrong way": Fault("swiglu", "def _swiglu(", "tl.exp(-gate)", "tl.exp(gate)"),
+    "rows written behind the last": Fault(
+        "swiglu", "def _swiglu(", "real, within = rows < count", "real, within = rows <= count", "result 2 differs"
+    ),
+    "missing residual": Fault("add", "def _add(", "total += tl.load(product", "total = tl.load(product"),
+    "columns left out": Fault(
+        "add", "def _tiles(", "triton.cdiv(columns, COLUMNS_AT_ONCE)", "columns // COLUMNS_AT_ONCE", "not finite"
+    ),
+}
+
+
+def paths(names: list[str]) -> Iterator[FastPath]:
+    """The kernels as they are, and those with the faults of these names, each under the name of its fault."""
+    for dtype in ("float32", "float16"):
+        sound = _load(SOURCE.read_text(), "sound").TritonKernels()
+        for path in step_kernel_paths(replace(SHAPES, dtype=dtype), sound, LONG):
+            yield replace(path, name=f"sound in {dtype}")
+    for name in names:
+        fault = FAULTS[name]
+        kernels = _load(_plant(fault), name.replace(" ", "_")).TritonKernels()
+        for path in step_kernel_paths(SHAPES, kernels, LONG if fault.kernel == "attend" else SHORT):
+            if path.case.startswith(f"{fault.kernel},"):
+                yield replace(path, name=name)
+
+
+def _plant(fault: Fault) -> str:
+    before, place, after = SOURCE.read_text().partition(fault.place)
+    if fault.right not in after:
+        raise ValueError(f"{fault.right!r} is not in the kernels after {fault.place!r}: plant the fault anew")
+    return before + place + after.replace(fault.right, fault.wrong, 1)
+
+
+def _load(source: str, name: str) -> ModuleType:
+    """Triton reads the source of a kernel from its file."""
+    file = Path(tempfile.mkdtemp()) / f"{name}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
