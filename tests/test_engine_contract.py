@@ -51,18 +51,33 @@ def _ranks() -> Any:
     return RankGroup(open_rank, 2)
 
 
-def _cluster() -> Engine:
+@cache
+def _replicas() -> Any:
+    """Two replicas, which all engines of this module share, too."""
+    from mint.cluster.replicas import Replicas  # deferred: as above
+
+    def open_replica(_peers: Peers) -> TorchEngine:
+        return TorchEngine(dtype="float32", threads=1, device="cpu")
+
+    return Replicas(open_replica, 2, check_base=lambda _info: None)
+
+
+def _cluster(*, replicas: bool = False) -> Engine:
     prepare_ray()
     from mint.cluster.engine import ClusterEngine  # deferred: as above
 
     sampler = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine = ClusterEngine(sampler, lambda _peers: sampler, 2)
     engine._group = _ranks()
+    if replicas:
+        engine._sampling = _replicas()
     return engine
 
 
 ENGINES["cluster"] = _cluster
-OPTIONAL = {"cluster": [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="mint[cluster]")]}
+ENGINES["cluster with replicas"] = lambda: _cluster(replicas=True)
+NEEDS_RAY = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="mint[cluster]")]
+OPTIONAL = {"cluster": NEEDS_RAY, "cluster with replicas": NEEDS_RAY}
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +378,7 @@ def test_a_job_that_joins_a_running_batch_gets_what_it_gets_alone(engine: Engine
 
 def test_a_result_comes_as_soon_as_its_job_has_ended_and_then_the_key_is_free(engine: Engine) -> None:
     batch = engine.open_batch()
-    batch.add("long", job([3, 4], max_tokens=30))
+    batch.add("long", job([3, 4], max_tokens=120))
     batch.add("short", job([5], max_tokens=2))
     order: list[str] = []
     while not order:
@@ -386,7 +401,7 @@ def test_a_listener_hears_every_token_in_order_by_the_time_the_result_is_there(e
 
 @pytest.mark.parametrize("patience", [0, 1, 4])
 def test_a_cancelled_job_leaves_at_the_next_step_and_the_others_keep_their_bits(engine: Engine, patience: int) -> None:
-    jobs = [job([3, 4], max_tokens=9, seed=n) for n in range(3)]
+    jobs = [job([3, 4], max_tokens=120, seed=n) for n in range(3)]
     alone, batch, results = engine.sample(jobs), engine.open_batch(), {}
     for place, own in enumerate(jobs):
         batch.add(str(place), own)

@@ -15,6 +15,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -160,7 +161,7 @@ def policies() -> dict[str, Policy]:
     return {"routing": route, "least load": least_load, "round robin": round_robin}
 
 
-def _use(known: OrderedDict, keys: Sequence[object], limit: int) -> None:
+def _use(known: OrderedDict[Any, None], keys: Sequence[Any], limit: int) -> None:
     for key in keys:
         known[key] = None
         known.move_to_end(key)

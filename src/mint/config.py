@@ -16,8 +16,9 @@
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
 | `MINT_MICRO_BATCH_ROWS` | rows of a micro-batch in training; results depend on it in the last bits | by the memory |
-| `MINT_CLUSTER` | `local`: several processes of this machine train together, and this one samples | none |
+| `MINT_CLUSTER` | `local`: several processes of this machine train and sample | none |
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
+| `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
@@ -39,7 +40,7 @@
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
 | `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
-| `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS` | as `MINT_CLUSTER` and `MINT_TRAINERS` | those |
+| `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS`, `MINT_SERVE_SAMPLERS` | as the variables without `SERVE` | those |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
@@ -104,6 +105,7 @@ class Settings(BaseSettings):
     instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
     cluster: Literal["local"] | None = None
     trainers: int = Field(2, ge=1, le=64)
+    samplers: int = Field(0, ge=0, le=64)
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False
@@ -208,6 +210,7 @@ class ServeSettings(BaseSettings):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     cluster: Literal["local"] | None = None
     trainers: int | None = Field(None, ge=1, le=64)
+    samplers: int | None = Field(None, ge=0, le=64)
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -240,7 +243,7 @@ class ServeSettings(BaseSettings):
 
     def with_cluster(self, base: Settings) -> Settings:
         """`base` with the cluster that these settings ask for, if they do."""
-        given = {"cluster": self.cluster, "trainers": self.trainers}
+        given = {"cluster": self.cluster, "trainers": self.trainers, "samplers": self.samplers}
         return base.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     @classmethod

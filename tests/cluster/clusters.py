@@ -22,13 +22,13 @@ def torch_engine(*, dtype: Any = "float32") -> TorchEngine:
     return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS)
 
 
-def cluster(trainers: int, *, dtype: Any = "float32", rank_dtype: Any = None) -> ClusterEngine:
-    """`trainers` ranks, beside this process. `rank_dtype` is another one for them."""
+def cluster(trainers: int, *, samplers: int = 0, dtype: Any = "float32", rank_dtype: Any = None) -> ClusterEngine:
+    """`trainers` ranks and `samplers` replicas, beside this process. `rank_dtype` is another one for all of them."""
 
     def open_rank(peers: Peers) -> TorchEngine:  # sent by value: ranks cannot import this module
         return TorchEngine(dtype=rank_dtype or dtype, threads=1, device="cpu", micro_batch_rows=ROWS, peers=peers)
 
-    return ClusterEngine(torch_engine(dtype=dtype), open_rank, trainers)
+    return ClusterEngine(torch_engine(dtype=dtype), open_rank, trainers, samplers=samplers)
 
 
 def open_model(engine: Engine, folder: Path) -> None:

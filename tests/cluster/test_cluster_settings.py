@@ -17,10 +17,12 @@ from mint.errors import InvalidRequestError, MissingExtraError
 def test_flags_of_the_server_come_before_the_variables_of_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINT_CLUSTER", "local")
     monkeypatch.setenv("MINT_TRAINERS", "3")
+    monkeypatch.setenv("MINT_SAMPLERS", "2")
     base = read_settings()
-    assert (base.cluster, base.trainers) == ("local", 3)
+    assert (base.cluster, base.trainers, base.samplers) == ("local", 3, 2)
     assert read_serve_settings({}).with_cluster(base) == base
     assert read_serve_settings({"trainers": 4}).with_cluster(base).trainers == 4
+    assert read_serve_settings({"samplers": 0}).with_cluster(base).samplers == 0
     with pytest.raises(InvalidRequestError, match="--cluster"):
         read_serve_settings({"cluster": "elsewhere"})
 

@@ -216,6 +216,18 @@ def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
     assert compiler._compiled.cache_info().hits == hits + 1
 
 
+def test_another_process_compiles_a_grammar_again_and_allows_the_same_tokens() -> None:
+    wanted = types.StructuredOutputs(choice=["yes", "no"])
+    grammar = compile_grammar(wanted, BUNDLED["mint/tiny"], [0], 512, owner="alice")
+    compile_again, arguments = grammar.__reduce__()  # what a pickle of it holds
+    sent = compile_again(*arguments)
+    assert sent.ends == grammar.ends
+    masks = [np.zeros(64, np.uint8) for _ in range(2)]
+    for mask, own in zip(masks, (grammar, sent), strict=True):
+        own.start().allowed(mask)
+    assert masks[0].any() and np.array_equal(*masks)
+
+
 AMBIGUOUS = 'start: s\ns: s s | s s s | "a" | "b" | "ab" | "aa"'
 """Compiles in no time; each of its tokens takes more than the one before."""
 

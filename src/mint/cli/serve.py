@@ -53,9 +53,14 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="the largest request, in MiB; 64 if not given")] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
-    cluster: Annotated[str | None, typer.Option(help="local: several processes of this machine train together")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="local: several processes of this machine train and sample")
+    ] = None,
     trainers: Annotated[
         int | None, typer.Option(help="with --cluster: how many processes train; 2 if not given")
+    ] = None,
+    samplers: Annotated[
+        int | None, typer.Option(help="with --cluster: how many processes sample; if not given, the server's own does")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
 ) -> None:
@@ -78,6 +83,7 @@ def serve(
         "logprobs_mode": logprobs_mode,
         "cluster": cluster,
         "trainers": trainers,
+        "samplers": samplers,
     }
     try:
         settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)

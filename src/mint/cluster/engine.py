@@ -1,4 +1,4 @@
-"""The engine of a cluster: ranks train together, and this process samples meanwhile.
+"""The engine of a cluster: ranks train together, and meanwhile replicas sample, or this process.
 
 Each model is on every rank. The digest of a state is that of one process with the same settings, whatever the number
 of ranks. If a rank is lost, all are started again without models (`ModelsLostError`): the service restores them from
@@ -8,15 +8,18 @@ snapshots and the journal, as after a restart, and sampling goes on.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mint.cluster.groups import RankGroup, RankLostError
-from mint.cluster.rank import OpenEngine, Work
+from mint.cluster.local_sampling import LocalSampling
+from mint.cluster.rank import Work
+from mint.cluster.replica import OpenReplica
+from mint.cluster.replicas import Replicas
 from mint.engine.protocol import (
     AdamSpec,
     BaseInfo,
@@ -29,7 +32,6 @@ from mint.engine.protocol import (
     SampleBatch,
     SampleJob,
     SampleResult,
-    TokenListener,
     TrainDatum,
     sample_together,
 )
@@ -58,35 +60,37 @@ class _Shape:
     lora: LoraSpec
 
 
-@dataclass(frozen=True)
-class _Published:
-    shape: _Shape
-    weights: Mapping[str, np.ndarray]
-
-
 class ClusterEngine:
-    """`Engine` with two lanes: `trainers` ranks train, and the engine `sampler` of this process samples."""
+    """`Engine` with two lanes: ranks train, and replicas sample."""
 
     lanes = 2
 
-    def __init__(self, sampler: TorchEngine, open_engine: OpenEngine, trainers: int) -> None:
-        """`open_engine` makes the engine of a rank. The ranks start with the first model."""
-        self._sampler = sampler
+    def __init__(self, own: TorchEngine, open_engine: OpenReplica, trainers: int, *, samplers: int = 0) -> None:
+        """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
+
+        `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
+        the first sample.
+        """
+        self._own = own
         self._open_engine = open_engine
         self._trainers = trainers
+        self._sampling: LocalSampling | Replicas
+        if samplers:
+            self._sampling = Replicas(open_engine, samplers, check_base=partial(self._require_same, "a replica"))
+        else:
+            self._sampling = LocalSampling(own)
         self._group: RankGroup | None = None
         self._paths: dict[str, str] = {}
         self._bases: set[str] = set()  # on the ranks
         self._models: dict[str, _Shape] = {}
-        self._lock = threading.Lock()  # of what was published, and is not in the sampler yet
-        self._arriving: dict[str, _Published] = {}
         self._losses = 0
 
     @property
-    def cluster_state(self) -> dict[str, int]:
+    def cluster_state(self) -> dict[str, Any]:
         """The number of `trainers`, how many of them are `running` (none before the first model), and how often ranks
-        were `lost`. Any thread may ask."""
-        return {"trainers": self._trainers, "running": len(self.processes), "lost": self._losses}
+        were `lost`; with replicas, also what `Replicas.state` has. Any thread may ask."""
+        own = {"trainers": self._trainers, "running": len(self.processes), "lost": self._losses}
+        return own | self._sampling.state
 
     @property
     def processes(self) -> list[int]:
@@ -94,8 +98,14 @@ class ClusterEngine:
         group = self._group
         return [] if group is None else list(group.pids)
 
+    @property
+    def replica_processes(self) -> list[int]:
+        """The process ids of the replicas. Any thread may ask."""
+        return self._sampling.processes
+
     def close(self) -> None:
-        """Ends the ranks. They start again with the next model."""
+        """Ends ranks and replicas. They start again when they are needed."""
+        self._sampling.close()
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -105,9 +115,11 @@ class ClusterEngine:
     # --- both lanes ----------------------------------------------------------------------------------------------
 
     def load_base(self, name: str, path: str) -> BaseInfo:
-        """Loads a base into the sampler. The ranks load it with its first model, so that they need not be idle now."""
+        """Loads a base into this process. Ranks load it with its first model, replicas with its first sample."""
         self._paths[name] = path
-        return self._sampler.load_base(name, path)
+        info = self._own.load_base(name, path)
+        self._sampling.load_base(name, path)
+        return info
 
     # --- the lane that trains ------------------------------------------------------------------------------------
 
@@ -126,15 +138,15 @@ class ClusterEngine:
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
         """The memory of a model on all ranks, which are on this machine."""
-        return self._trainers * self._sampler.model_bytes(base, lora)
+        return self._trainers * self._own.model_bytes(base, lora)
 
     def state_bytes(self, base: str, lora: LoraSpec) -> int:
         """Weights and two moments in float32."""
-        return self._sampler.state_bytes(base, lora)
+        return self._own.state_bytes(base, lora)
 
     def free_bytes(self) -> int | None:
         """The memory that is free on this machine; None if unknown."""
-        return self._sampler.free_bytes()
+        return self._own.free_bytes()
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""
@@ -203,10 +215,10 @@ class ClusterEngine:
         return digests[0]
 
     def publish(self, model_id: str, weights_id: str) -> None:
-        """Takes a copy of the model's weights from the first rank. The sampler gets it with its first job."""
+        """Takes a copy of the model's weights from the first rank. A sampler gets it with its first job."""
         weights = self._run_on(model_id, lambda engine: engine.read_state(model_id).weights)
-        with self._lock:
-            self._arriving[weights_id] = _Published(self._models[model_id], weights)
+        shape = self._models[model_id]
+        self._sampling.add_weights(weights_id, shape.base, shape.lora, weights)
 
     # --- the lane that samples -----------------------------------------------------------------------------------
 
@@ -216,39 +228,29 @@ class ClusterEngine:
         Raises:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
-        self._sampler.load_weights(weights_id, base, lora, weights)
-        with self._lock:
-            self._arriving.pop(weights_id, None)
+        self._own.load_weights(weights_id, base, lora, weights)  # also where replicas sample: it checks them
+        self._own.drop_weights(weights_id)
+        self._sampling.add_weights(weights_id, base, lora, weights)
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""
-        with self._lock:
-            self._arriving.pop(weights_id, None)
-        self._sampler.drop_weights(weights_id)
+        self._sampling.drop_weights(weights_id)
 
     def open_batch(self) -> SampleBatch:
         """An empty batch; training beside it changes nothing in it."""
-        return _Batch(self, self._sampler.open_batch())
+        return self._sampling.open_batch()
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
         return sample_together(self.open_batch(), jobs)
 
-    def bring(self, weights_id: str | None) -> None:
-        """Puts weights that were published into the sampler, if they are not there."""
-        with self._lock:
-            published = None if weights_id is None else self._arriving.pop(weights_id, None)
-        if weights_id is not None and published is not None:
-            shape = published.shape
-            self._sampler.load_weights(weights_id, shape.base, shape.lora, published.weights)
-
     def sampling_counters(self) -> dict[str, int]:
-        """Those of the sampler (`TorchEngine.sampling_counters`)."""
-        return self._sampler.sampling_counters()
+        """Those of all samplers (`TorchEngine.sampling_counters`)."""
+        return self._sampling.sampling_counters()
 
     def kv_pages(self) -> dict[str, int]:
-        """Those of the sampler (`TorchEngine.kv_pages`)."""
-        return self._sampler.kv_pages()
+        """Those of all samplers (`TorchEngine.kv_pages`)."""
+        return self._sampling.kv_pages()
 
     # --- the ranks -----------------------------------------------------------------------------------------------
 
@@ -258,18 +260,26 @@ class ClusterEngine:
         path = self._paths[base]
         group = self._started()
         infos = self._guard(lambda: group.run_for_all(lambda engine: engine.load_base(base, path)))
-        own = self._sampler.load_base(base, path).settings
         for rank, info in enumerate(infos):
-            for name in DECIDES_BITS:
-                if info.settings.get(name) != own.get(name):
-                    raise InvalidRequestError(
-                        f"is this setting of {base} on rank {rank}, and {own.get(name)} in the process that serves; "
-                        "their results would differ",
-                        field=name,
-                        value=info.settings.get(name),
-                        remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS",
-                    )
+            self._require_same(f"rank {rank}", info)
         self._bases.add(base)
+
+    def _require_same(self, process: str, info: BaseInfo) -> None:
+        """Checks that a base has in another process the settings that it has here.
+
+        Raises:
+            InvalidRequestError: it has not.
+        """
+        own = self._own.load_base(info.name, self._paths[info.name]).settings
+        for name in DECIDES_BITS:
+            if info.settings.get(name) != own.get(name):
+                raise InvalidRequestError(
+                    f"is this setting of {info.name} on {process}, and {own.get(name)} in the process that serves; "
+                    "their results would differ",
+                    field=name,
+                    value=info.settings.get(name),
+                    remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS",
+                )
 
     def _run_on(self, model_id: str, work: Work) -> Any:
         self._require(model_id)
@@ -302,25 +312,3 @@ class ClusterEngine:
         self._losses += 1
         log.error("%s; the ranks start again", reason)
         raise ModelsLostError(reason) from error
-
-
-class _Batch:
-    """A batch of the sampler, to which published weights come when a job needs them."""
-
-    def __init__(self, engine: ClusterEngine, batch: SampleBatch) -> None:
-        self._engine = engine
-        self._batch = batch
-
-    @property
-    def keys(self) -> Collection[str]:
-        return self._batch.keys
-
-    def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
-        self._engine.bring(job.weights_id)
-        self._batch.add(key, job, listener)
-
-    def cancel(self, key: str) -> None:
-        self._batch.cancel(key)
-
-    def step(self) -> dict[str, SampleResult]:
-        return self._batch.step()

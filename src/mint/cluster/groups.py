@@ -1,12 +1,11 @@
 """A group of ranks as Ray actors: starts them in one placement group, gives work to all, notices who died or is frozen.
 
 A group lives as long as all its ranks. If one is lost, the others wait for it in a collective, so the whole group is
-ended (`RankLostError`). The only module that knows Ray.
+ended (`RankLostError`).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -14,19 +13,19 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mint.cluster.rank import Answer, OpenEngine, Rank, Work
+from mint.cluster.answers import Answer
+from mint.cluster.rank import OpenEngine, Rank, Work
+from mint.cluster.ray_runtime import RANK, InOnePiece, RayStartError, first_line, start_ray
 from mint.engine.reductions.division import PeerFailedError
 
 log = logging.getLogger(__name__)
@@ -39,12 +38,6 @@ HEARTBEAT_S = 2.0
 
 SILENCE_S = 30.0
 """A rank is frozen if it gives no sign of life for so long. The thread that gives it computes nothing."""
-
-RANK, MAX_RANKS = "mint_rank", 64
-"""The resource of which each rank takes one, and how much of it this machine offers."""
-
-OBJECT_STORE_BYTES = 256 << 20
-"""The memory that Ray may use for what processes send each other; what does not fit is written to the disk."""
 
 
 class RankLostError(RuntimeError):
@@ -64,7 +57,10 @@ class RankGroup:
         self.world = world
         self.pids: list[int] = []
         self._silence_s = silence_s
-        _start_ray()
+        try:
+            start_ray()
+        except RayStartError as error:
+            raise RankLostError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
         self._placement = placement_group([{RANK: 1}] * world, strategy="PACK")
         # A thread gives signs of life, beside the one that works.
@@ -111,7 +107,7 @@ class RankGroup:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _values(self, work: Work, *, every: bool) -> list[Any]:
-        sent = ray.put(_InOnePiece(work))  # once for all ranks
+        sent = ray.put(InOnePiece(work))  # once for all ranks
         running = [own.run.remote(sent, keeps_value=every or own is self._ranks[0]) for own in self._ranks]
         answers = self._wait(running)
         errors = [answer.error for answer in answers if answer.error is not None]
@@ -144,74 +140,13 @@ class RankGroup:
                         asked[ask.remote()] = rank
             return ray.get(list(running))
         except RayError as error:
-            self._lose(f"a rank has died: {_first_line(error)}", error)
+            self._lose(f"a rank has died: {first_line(error)}", error)
 
     def _lose(self, reason: str, error: Exception | None = None) -> NoReturn:
         self.close()
         raise RankLostError(reason) from error
 
 
-class _InOnePiece:
-    """Work that is pickled with its arrays; it arrives as the work itself.
-
-    Ray would keep each array apart, which takes five times as long for the many small arrays of a request.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (cloudpickle.dumps(self._work),)
-
-
-def _start_ray() -> None:
-    """Starts Ray on this machine, unless it runs already."""
-    if ray.is_initialized():
-        return
-    started = threading.Event()
-    failure: list[Exception] = []
-    folder = tempfile.mkdtemp(prefix="mint-ray-")  # private, and short enough for names of sockets
-    atexit.register(_stop_ray, folder)
-
-    def start() -> None:
-        try:
-            ray.init(
-                address="local",
-                num_cpus=1,  # Ray starts as many workers at once; ranks have places of their own
-                resources={RANK: MAX_RANKS},
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=folder,
-            )
-        except Exception as error:  # the boundary: Ray raises plain ones
-            log.exception("Ray could not start")
-            failure.append(error)
-            return
-        finally:
-            started.set()
-        threading.Event().wait()
-
-    # On a thread that does not end: Linux ends Ray's processes with the thread that started them. Not on the main
-    # thread: there, Ray replaces the program's handler of SIGTERM.
-    threading.Thread(target=start, name="mint-ray", daemon=True).start()
-    started.wait()
-    if failure:
-        raise RankLostError(f"Ray could not start: {_first_line(failure[0])}") from failure[0]
-
-
-def _stop_ray(folder: str) -> None:
-    """Ends Ray's processes, and removes what they have written."""
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _loopback() -> str:
     """The name of the network interface of this machine alone."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.distributed_c10d as dist
 
+from mint.cluster.answers import Answer, portable
 from mint.cluster.sums import Ranks
-from mint.engine.protocol import Engine, is_out_of_memory
+from mint.engine.protocol import Engine
 from mint.engine.reductions.division import PeerFailedError, Peers
 from mint.errors import MintError
 
@@ -26,14 +26,6 @@ OpenEngine = Callable[[Peers], Engine]
 
 Work = Callable[[Engine], Any]
 """A function that a rank calls with its engine. The rank answers with the value that it returns."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of `Work` on one rank: the returned value, or the raised error."""
-
-    value: Any = None
-    error: Exception | None = None
 
 
 class Rank:
@@ -51,7 +43,7 @@ class Rank:
             self._engine = self._open_engine(Ranks())
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
-            return Answer(error=_portable(error))
+            return Answer(error=portable(error))
         return Answer(os.getpid())
 
     def run(self, work: Work, *, keeps_value: bool) -> Answer:
@@ -62,17 +54,9 @@ class Rank:
         except Exception as error:  # the boundary: what is raised here is raised where the group was called
             if not isinstance(error, (MintError, PeerFailedError)):
                 log.exception("the work failed on this rank")
-            return Answer(error=_portable(error))
+            return Answer(error=portable(error))
         return Answer(value if keeps_value else None)
 
     def is_alive(self) -> bool:
         """True, from a process that is not frozen. Another thread than that of `run` answers."""
         return True
-
-
-def _portable(error: Exception) -> Exception:
-    """The error as one that any process can read, and that `is_out_of_memory` knows."""
-    if isinstance(error, (MintError, PeerFailedError)):
-        return error
-    text = f"{type(error).__name__}: {error}"
-    return MemoryError(text) if is_out_of_memory(error) else RuntimeError(text)

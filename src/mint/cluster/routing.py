@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -26,8 +25,6 @@ More of them means more hits, and longer waits where a lora is asked for a lot (
 
 KNOWN_BLOCKS = 1 << 14
 """Blocks that a replica is assumed to have cached: those used last. What it really has depends on its KV cache."""
-
-Name = TypeVar("Name", int, str)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class ReplicaState:
     @property
     def lora_bytes(self) -> int:
         """What its loras take."""
-        return sum(self.loras.values())
+        return sum(list(self.loras.values()))  # a copy: another thread may ask
 
     def has_lora(self, needs: Needs) -> bool:
         """Whether nothing must be loaded for the job."""
@@ -130,7 +127,7 @@ class ReplicaState:
         return removed
 
 
-def route(replicas: Mapping[Name, ReplicaState], needs: Needs) -> Name | None:
+def route(replicas: Mapping[int, ReplicaState], needs: Needs) -> int | None:
     """The replica for a job; None while none has room for its lora."""
     fitting = [name for name, state in replicas.items() if state.has_room(needs)]
     return min(fitting, key=lambda name: (_cost(replicas[name], needs), name), default=None)

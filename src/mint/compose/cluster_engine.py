@@ -1,4 +1,4 @@
-"""Makes the engine of `--cluster local`: ranks on this machine that train, beside this process, which samples."""
+"""Makes the engine of `--cluster local`: ranks on this machine that train, and replicas or this process that sample."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         InvalidRequestError: this machine has a GPU, for which this was never run.
     """
     if find_spec("ray") is None:
-        raise MissingExtraError("training on several processes needs ray", remedy="pip install 'mint[local,cluster]'")
+        raise MissingExtraError("several processes need ray", remedy="pip install 'mint[local,cluster]'")
     prepare_ray()
     rows = settings.micro_batch_rows or MICRO_BATCH_ROWS
-    # Ranks get neither the key for a server nor that of a judge.
+    # Ranks and replicas get neither the key for a server nor that of a judge.
     own = settings.model_copy(update={"micro_batch_rows": rows, "api_key": None, "judge_api_key": None})
-    sampler = open_engine(own)
-    if sampler.uses_gpu:
+    engine = open_engine(own)
+    if engine.uses_gpu:
         raise InvalidRequestError(
             "trains on CPUs alone so far, and this machine has a GPU",
             field="cluster",
@@ -53,9 +53,11 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
     from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import
 
     logging.setLogRecordFactory(make_record)  # Ray's adds a field to every line of this process's log
-    return ClusterEngine(sampler, partial(_rank_engine, own, open_engine), settings.trainers)
+    return ClusterEngine(
+        engine, partial(_process_engine, own, open_engine), settings.trainers, samplers=settings.samplers
+    )
 
 
-def _rank_engine(settings: Settings, open_engine: OpenTorchEngine, peers: Peers) -> TorchEngine:
-    """The engine of one rank; called in its process."""
+def _process_engine(settings: Settings, open_engine: OpenTorchEngine, peers: Peers) -> TorchEngine:
+    """The engine of one rank or replica; called in its process."""
     return open_engine(settings, peers=peers)

@@ -80,7 +80,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
         if engine is not None or options:
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         kernels = (settings.native, settings.instructions)
-        cluster = (settings.cluster, settings.trainers)
+        cluster = (settings.cluster, settings.trainers, settings.samplers)
         own = _engine_settings(settings).items()
         key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *own)
         if key in _running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,33 @@ WHITE_SPACE = r"( |\n[ \t]{0,32})"
 on with blanks for ever."""
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What a grammar is compiled from: its `text`, in llguidance's form, and the tokens of a base model."""
+
+    owner: str
+    folder: Path
+    ends: tuple[int, ...]
+    vocab_size: int
+    text: str
+
+
 class TokenGrammar:
     """The engine's `Grammar`."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, source: _Source) -> None:
         self._matcher = matcher
-        self.ends = ends
+        self._source = source
+        self.ends = frozenset(source.ends)
         self._first: dict[int, np.ndarray] = {}  # which tokens may come first, by the size of the mask
 
     def start(self) -> TokenGrammarState:
         """The state of an empty text."""
         return TokenGrammarState(self._matcher.deep_copy(), self._first)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process compiles it again."""
+        return _compile_again, (self._source,)
 
 
 class TokenGrammarState:
@@ -107,10 +124,11 @@ def compile_grammar(
         text = grammar_text(field, value)
     except (ValueError, RecursionError) as error:
         raise refusal(field, value, f"cannot be read: {error}", "Correct it") from error
-    matcher, problem = _compiled(owner, folder, tuple(ends), vocab_size, text)
+    source = _Source(owner, folder, tuple(ends), vocab_size, text)
+    matcher, problem = _compiled(source)
     if problem:
         raise refusal(field, value, f"cannot be compiled: {problem}", "Correct it, or leave out that part")
-    return TokenGrammar(matcher, frozenset(ends))
+    return TokenGrammar(matcher, source)
 
 
 def require_llguidance() -> None:
@@ -198,8 +216,13 @@ def _as_llguidance(compiler: Any, field: str, value: Any) -> str:
 
 
 @lru_cache(KEPT_GRAMMARS)
-def _compiled(owner: str, folder: Path, ends: tuple[int, ...], vocab_size: int, grammar: str) -> tuple[Any, str]:
-    return first_state(_vocabulary(folder, ends, vocab_size), grammar)
+def _compiled(source: _Source) -> tuple[Any, str]:
+    return first_state(_vocabulary(source.folder, source.ends, source.vocab_size), source.text)
+
+
+def _compile_again(source: _Source) -> TokenGrammar:
+    matcher, _ = _compiled(source)
+    return TokenGrammar(matcher, source)
 
 
 def first_state(tokens: Any, grammar: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -18,13 +19,14 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Health(BaseModel):
     """`status` is ok or not ready; `problems` say why. `warnings` are what an operator should see to; work goes on.
 
-    `cluster` says how many `trainers` there are, how many of them are `running`, and how often they were `lost`.
+    `cluster` says how many `trainers` there are, how many of them are `running`, and how often they were `lost`; with
+    `samplers`, also how many are `sampling`, how often one was lost, and what each has.
     """
 
     status: str
     problems: list[str] | None = None
     warnings: list[str] | None = None
-    cluster: dict[str, int] | None = None
+    cluster: dict[str, Any] | None = None
 
 
 async def healthz(_call: Call) -> Response:

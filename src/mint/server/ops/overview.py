@@ -67,6 +67,7 @@ class Overview:
             "busy_s": work["busy_s"],
             "sampling": work["sampling"],
             "kv_pages": work["kv_pages"],
+            "cluster": dict(service.cluster_state),
             "requests": self._metrics.requests(),
         }
 

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from mint.errors import DamagedDataError, JournalError
 from mint.server.service.service import Service
@@ -48,8 +49,8 @@ class Readiness:
         return self._problems
 
     @property
-    def cluster(self) -> Mapping[str, int]:
-        """Numbers of the processes that train; empty without a cluster."""
+    def cluster(self) -> Mapping[str, Any]:
+        """Numbers of the processes that train and sample; empty without a cluster."""
         return self._service.cluster_state
 
     async def warnings(self) -> tuple[str, ...]:

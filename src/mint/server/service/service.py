@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pydantic_core
 
@@ -298,8 +298,8 @@ class Service:
         return self._worker.is_alive
 
     @property
-    def cluster_state(self) -> Mapping[str, int]:
-        """Numbers of the processes that train for this one (`ClusterEngine.cluster_state`); empty without a cluster."""
+    def cluster_state(self) -> Mapping[str, Any]:
+        """Numbers of the processes that work for this one (`ClusterEngine.cluster_state`); empty without a cluster."""
         return getattr(self._engine, "cluster_state", {})
 
     @property

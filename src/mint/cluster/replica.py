@@ -1,0 +1,210 @@
+"""One replica: a process whose engine samples the jobs that it is sent, as a server of one process would.
+
+The engine has a thread of its own. Orders arrive on another one and are done between two steps, in their order; news
+(results, and tokens for listeners) are fetched by a third. `replicas` makes a Ray actor of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mint.cluster.answers import Answer, portable
+from mint.cluster.ray_runtime import InOnePiece
+from mint.cluster.versions import Layout, unpacked
+from mint.engine.protocol import BaseInfo, LoraSpec, SampleBatch, SampleJob, SampleResult, TokenListener
+from mint.engine.reductions.division import ALONE, Peers
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import MintError
+
+log = logging.getLogger(__name__)
+
+OpenReplica = Callable[[Peers], TorchEngine]
+"""Makes the engine of a replica. It is called in the replica's process, with `ALONE`."""
+
+TOKENS_S = 0.03
+"""How long a token waits for others, so that listeners get them in bunches: a message takes longer than a token."""
+
+
+@dataclass(frozen=True)
+class LoadBase:
+    """Load the folder `path` as base `name`."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class LoadLora:
+    """Make a version of weights available; they are the vector `place` of those that came with the orders."""
+
+    version: str
+    base: str
+    lora: LoraSpec
+    layout: Layout
+    place: int
+
+
+@dataclass(frozen=True)
+class DropLora:
+    """Forget a version. Jobs that use it keep it."""
+
+    version: str
+
+
+@dataclass(frozen=True)
+class KeepVocabulary:
+    """Keep the bytes of a vocabulary's tokens, which are too large to come with each job."""
+
+    number: int
+    tokens: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class AddJob:
+    """Sample a job under a number; `vocabulary` is that of its stop rule. With a listener, its tokens are news."""
+
+    number: int
+    job: SampleJob
+    vocabulary: int | None
+    has_listener: bool
+
+
+@dataclass(frozen=True)
+class CancelJob:
+    """Give a job up; its result is not wanted."""
+
+    number: int
+
+
+Order = LoadBase | LoadLora | DropLora | KeepVocabulary | AddJob | CancelJob
+
+
+@dataclass
+class News:
+    """What has happened since the last news.
+
+    `tokens` are (job, sample, token, logprob) in the order of drawing, of jobs with a listener; `results` are those of
+    jobs that ended, `bases` what was loaded. With an `error` a step has failed, and all jobs are gone. `counters` and
+    `kv_pages` are those of the engine now.
+    """
+
+    tokens: list[tuple[int, int, int, float]] = field(default_factory=list)
+    results: dict[int, SampleResult] = field(default_factory=dict)
+    bases: list[BaseInfo] = field(default_factory=list)
+    error: Exception | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    kv_pages: dict[str, int] = field(default_factory=dict)
+
+
+class Replica:
+    """A replica, in a process of its own."""
+
+    def __init__(self, open_engine: OpenReplica) -> None:
+        self._open_engine = open_engine
+        self._engine: TorchEngine | None = None
+        self._orders: queue.SimpleQueue[tuple[Order, Sequence[np.ndarray]]] = queue.SimpleQueue()
+        self._vocabularies: dict[int, Sequence[bytes]] = {}
+        self._changed = threading.Condition()
+        self._news = News()
+        self._tokens_since = 0.0
+
+    def open(self) -> Answer:
+        """Makes the engine, and starts to work: the answer is the process id."""
+        opened = threading.Event()
+        failure: list[Exception] = []
+
+        def work() -> None:
+            try:
+                self._engine = self._open_engine(ALONE)
+            except Exception as error:  # the boundary: what is raised here is raised where the replica was started
+                if not isinstance(error, MintError):
+                    log.exception("the replica could not start")
+                failure.append(portable(error))
+                return
+            finally:
+                opened.set()
+            self._work(self._engine)
+
+        threading.Thread(target=work, name="mint-replica", daemon=True).start()
+        opened.wait()
+        return Answer(os.getpid(), failure[0] if failure else None)
+
+    def do(self, orders: Sequence[Order], *vectors: np.ndarray) -> None:
+        """Takes orders, and the weights for them."""
+        for order in orders:
+            self._orders.put((order, vectors))
+
+    def news(self, timeout_s: float) -> InOnePiece:
+        """Waits for `News`, at most `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                news, now = self._news, time.monotonic()
+                wait_s = until - now
+                if news.tokens:
+                    wait_s = min(wait_s, self._tokens_since + TOKENS_S - now)
+                if news.results or news.bases or news.error is not None or wait_s <= 0:
+                    break
+                self._changed.wait(wait_s)
+            self._news = News()
+        if self._engine is not None:
+            news.counters, news.kv_pages = self._engine.sampling_counters(), self._engine.kv_pages()
+        return InOnePiece(news)
+
+    def _work(self, engine: TorchEngine) -> None:
+        batch = engine.open_batch()
+        while True:
+            try:
+                while not batch.keys or not self._orders.empty():
+                    self._obey(engine, batch, *self._orders.get())
+                results = batch.step()
+            except Exception as error:  # the boundary: the jobs fail where they came from
+                if not isinstance(error, MintError):
+                    log.exception("a step of the replica failed")
+                batch = engine.open_batch()
+                with self._changed:
+                    self._news.error = portable(error)
+                    self._changed.notify()
+                continue
+            if results:
+                with self._changed:
+                    self._news.results.update((int(key), result) for key, result in results.items())
+                    self._changed.notify()
+
+    def _obey(self, engine: TorchEngine, batch: SampleBatch, order: Order, vectors: Sequence[np.ndarray]) -> None:
+        match order:
+            case LoadBase(name, path):
+                info = engine.load_base(name, path)
+                with self._changed:
+                    self._news.bases.append(info)
+                    self._changed.notify()
+            case LoadLora(version, base, lora, layout, place):
+                engine.load_weights(version, base, lora, unpacked(layout, vectors[place]))
+            case DropLora(version):
+                engine.drop_weights(version)
+            case KeepVocabulary(number, tokens):
+                self._vocabularies[number] = tokens
+            case AddJob(number, job, vocabulary, has_listener):
+                if vocabulary is not None:
+                    job = replace(job, stop=replace(job.stop, vocabulary=self._vocabularies[vocabulary]))
+                batch.add(str(number), job, self._listener(number) if has_listener else None)
+            case CancelJob(number):
+                batch.cancel(str(number))
+
+    def _listener(self, number: int) -> TokenListener:
+        def hear(sample: int, token: int, logprob: float) -> None:
+            with self._changed:
+                if not self._news.tokens:
+                    self._tokens_since = time.monotonic()
+                    self._changed.notify()
+                self._news.tokens.append((number, sample, token, logprob))
+
+        return hear

@@ -1,0 +1,462 @@
+"""The replicas as Ray actors: starts them, gives each job to one, hears of results, notices who died or is frozen.
+
+A job is a function of its weights, prompt and seed. So the jobs of a lost replica run again on others, and give the
+same tokens; a listener is not told again what it has heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from mint.cluster.ray_runtime import REPLICA, InOnePiece, first_line, start_ray
+from mint.cluster.replica import (
+    AddJob,
+    CancelJob,
+    DropLora,
+    KeepVocabulary,
+    LoadBase,
+    LoadLora,
+    News,
+    OpenReplica,
+    Order,
+    Replica,
+)
+from mint.cluster.routing import Needs, ReplicaState, beginnings, route
+from mint.cluster.versions import Version, Versions
+from mint.engine.protocol import CANCELLED, BaseInfo, LoraSpec, SampleJob, SampleResult, TokenListener
+from mint.errors import MintError
+
+log = logging.getLogger(__name__)
+
+NEWS_S = 0.01
+"""How long a step waits for news. A job that comes meanwhile waits for the next step."""
+
+HEARTBEAT_S = 2.0
+"""A replica answers after this time at the latest, also if there is no news."""
+
+SILENCE_S = 30.0
+"""A replica is frozen if it answers nothing for so long. The thread that answers computes nothing."""
+
+START_TIMEOUT_S = 300.0
+"""The longest time in which a replica starts: it loads torch."""
+
+MAX_LOSSES = 3
+"""A job that was on so many replicas when they were lost fails; so do all if so many in turn could not start."""
+
+LORA_LIMIT_BYTES = 1 << 30
+"""The memory of a replica for loras; others are read again from the object store when a job needs them."""
+
+
+class ReplicaLostError(RuntimeError):
+    """No replica could be started."""
+
+
+@dataclass
+class _Job:
+    number: int
+    key: str
+    job: SampleJob
+    listener: TokenListener | None
+    version: Version | None
+    needs: Needs
+    batch: ReplicaBatch
+    heard: Counter[int] = field(default_factory=Counter)  # tokens that the listener was told, by sample
+    losses: int = 0
+
+
+@dataclass
+class _Member:
+    """A replica, as this process sees it."""
+
+    number: int
+    actor: Any
+    state: ReplicaState
+    asked: Any  # the reference to what it was asked last: its start, then news
+    silent_since: float
+    pid: int | None = None  # once it has started
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    bases: set[str] = field(default_factory=set)
+    vocabularies: set[int] = field(default_factory=set)
+    told: Counter[tuple[int, int]] = field(default_factory=Counter)  # tokens that it has sent, by job and sample
+    orders: list[Order] = field(default_factory=list)
+    vectors: list[Any] = field(default_factory=list)
+    counters: Mapping[str, int] = field(default_factory=dict)
+    kv_pages: Mapping[str, int] = field(default_factory=dict)
+
+
+class Replicas:
+    """`replicas` processes that sample. One thread at a time samples; versions come from any."""
+
+    def __init__(
+        self,
+        open_engine: OpenReplica,
+        replicas: int,
+        *,
+        check_base: Callable[[BaseInfo], None],
+        lora_limit_bytes: int = LORA_LIMIT_BYTES,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """`open_engine` makes the engine of a replica. The replicas start with the first job.
+
+        `check_base` is given each base that a replica has loaded, and raises if its numbers would differ.
+        """
+        self._open_engine = open_engine
+        self._wanted = replicas
+        self._check_base = check_base
+        self._lora_limit_bytes = lora_limit_bytes
+        self._silence_s = silence_s
+        self._paths: dict[str, str] = {}
+        self._versions = Versions(_store)
+        self._members: dict[int, _Member] = {}
+        self._waiting: deque[_Job] = deque()
+        self._numbers = count()
+        self._vocabularies: dict[int, tuple[int, Sequence[bytes]]] = {}  # by id; kept, so that ids stay true
+        self._failed_starts = 0
+        self._losses = 0
+        self._ended_counters: Counter[str] = Counter()
+        self._listened_at = 0.0
+
+    # --- what the engine calls -----------------------------------------------------------------------------------
+
+    def load_base(self, name: str, path: str) -> None:
+        """Notes where a base lies; each replica loads it with its first job."""
+        self._paths[name] = path
+
+    def add_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
+        """Makes a version that jobs may use at once; a replica gets it with its first job. Any thread may call."""
+        self._versions.add(weights_id, base, lora, weights)
+
+    def drop_weights(self, weights_id: str) -> None:
+        """Forgets weights; unknown ids are fine. Jobs that use them keep them."""
+        self._versions.drop(weights_id)
+
+    def open_batch(self) -> ReplicaBatch:
+        """An empty batch."""
+        return ReplicaBatch(self)
+
+    def sampling_counters(self) -> dict[str, int]:
+        """The sum over all replicas, also those that are gone."""
+        total = Counter(self._ended_counters)
+        for member in list(self._members.values()):
+            total.update(member.counters)
+        return dict(total)
+
+    def kv_pages(self) -> dict[str, int]:
+        """The sum over all replicas now."""
+        total: Counter[str] = Counter()
+        for member in list(self._members.values()):
+            total.update(member.kv_pages)
+        return dict(total)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """How many `samplers` there are to be, how many are `sampling`, how often one was `lost`; the `versions` of
+        weights, the jobs that are `waiting` for a replica, and `replicas`: of each its process, jobs, sequences and
+        loras. Any thread may ask."""
+        running = [member for member in list(self._members.values()) if member.pid is not None]
+        return {
+            "samplers": self._wanted,
+            "sampling": len(running),
+            "samplers_lost": self._losses,
+            "versions": len(self._versions),
+            "waiting": len(self._waiting),
+            "replicas": [
+                {
+                    "process": member.pid,
+                    "jobs": len(member.jobs),
+                    "sequences": member.state.sequences,
+                    "loras": len(member.state.loras),
+                    "lora_bytes": member.state.lora_bytes,
+                }
+                for member in running
+            ],
+        }
+
+    @property
+    def processes(self) -> list[int]:
+        """The process ids of the replicas that have started."""
+        return [member.pid for member in list(self._members.values()) if member.pid is not None]
+
+    def close(self) -> None:
+        """Ends all replicas. They start again with the next job."""
+        for member in self._members.values():
+            _end(member)
+        self._members.clear()
+
+    # --- jobs ----------------------------------------------------------------------------------------------------
+
+    def add(self, key: str, job: SampleJob, listener: TokenListener | None, batch: ReplicaBatch) -> _Job:
+        """Accepts a job; it goes to a replica at the next step.
+
+        Raises:
+            NotFoundError: its weights are not loaded.
+        """
+        version = None if job.weights_id is None else self._versions.of(job.weights_id, job.base)
+        name = None if version is None else version.name
+        needs = Needs(
+            max(1, job.num_samples),
+            name,
+            0 if version is None else version.size_bytes,
+            beginnings(name or job.base, job.cache_scope, job.prompt),
+        )
+        own = _Job(next(self._numbers), key, job, listener, version, needs, batch)
+        self._waiting.append(own)
+        return own
+
+    def cancel(self, job: _Job) -> None:
+        """Gives a job up."""
+        for member in self._members.values():
+            if member.jobs.pop(job.number, None) is not None:
+                member.state.end(job.needs)
+                member.orders.append(CancelJob(job.number))
+                return
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(job)
+
+    def step(self, timeout_s: float) -> None:
+        """Gives jobs to replicas, and tells batches and listeners of the news that come within the time.
+
+        Raises:
+            ReplicaLostError: replicas cannot be started.
+            Exception: a step of a replica has failed, or a listener.
+        """
+        self._start_missing()
+        for version in self._versions.take_gone():
+            for member in self._members.values():
+                if member.state.forget(version):
+                    member.orders.append(DropLora(version))
+        self._give_jobs()
+        for member in self._members.values():
+            self._send(member)
+        self._listen(timeout_s)
+
+    def _give_jobs(self) -> None:
+        running = {number: member.state for number, member in self._members.items() if member.pid is not None}
+        while self._waiting:
+            number = route(running, self._waiting[0].needs)
+            if number is None:  # later ones wait, too: otherwise it could wait for ever
+                return
+            self._give(self._members[number], self._waiting.popleft())
+
+    def _give(self, member: _Member, own: _Job) -> None:
+        job, version = own.job, own.version
+        if job.base not in member.bases:
+            member.bases.add(job.base)
+            member.orders.append(LoadBase(job.base, self._paths[job.base]))
+        must_load = not member.state.has_lora(own.needs)
+        member.orders += [DropLora(name) for name in member.state.add(own.needs)]
+        if version is not None:
+            if must_load:
+                place = len(member.vectors)
+                member.vectors.append(version.stored)
+                member.orders.append(LoadLora(version.name, version.base, version.lora, version.layout, place))
+            job = replace(job, weights_id=version.name)
+        vocabulary = self._vocabulary(member, job)
+        if vocabulary is not None:
+            job = replace(job, stop=replace(job.stop, vocabulary=()))
+        member.orders.append(AddJob(own.number, job, vocabulary, own.listener is not None))
+        member.jobs[own.number] = own
+        if version is not None and not self._versions.is_current(version):  # dropped while the job waited
+            member.state.forget(version.name)
+            member.orders.append(DropLora(version.name))
+
+    def _vocabulary(self, member: _Member, job: SampleJob) -> int | None:
+        """The number under which the replica has the vocabulary of the job's stop rule."""
+        tokens = job.stop.vocabulary
+        if not tokens:
+            return None
+        number, _ = self._vocabularies.setdefault(id(tokens), (len(self._vocabularies), tokens))
+        if number not in member.vocabularies:
+            member.vocabularies.add(number)
+            member.orders.append(KeepVocabulary(number, tokens))
+        return number
+
+    def _send(self, member: _Member) -> None:
+        if member.orders:
+            orders, vectors = member.orders, member.vectors
+            member.orders, member.vectors = [], []
+            do = member.actor.do.options(num_returns=0, concurrency_group="orders")
+            do.remote(InOnePiece(orders), *vectors)
+
+    # --- news ----------------------------------------------------------------------------------------------------
+
+    def _listen(self, timeout_s: float) -> None:
+        now = time.monotonic()
+        if now - self._listened_at > HEARTBEAT_S:  # nobody listened meanwhile
+            for member in self._members.values():
+                member.silent_since = now
+        asked = {member.asked: member for member in self._members.values()}
+        ready, _ = ray.wait(list(asked), timeout=timeout_s)
+        if ready:  # and those that are there by now
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        self._listened_at = now = time.monotonic()
+        for reference in ready:
+            member = asked[reference]
+            try:
+                answer = ray.get(reference)
+            except RayError as error:
+                self._lose(member, f"has died: {first_line(error)}")
+                continue
+            member.silent_since = now
+            if member.pid is None:
+                if answer.error is not None:
+                    self._lose(member, f"could not start: {answer.error}")
+                    raise answer.error
+                member.pid = answer.value
+                self._failed_starts = 0
+                log.info("a replica samples: process %d", member.pid)
+            self._ask(member)
+            if isinstance(answer, News):
+                self._hear(member, answer)
+        for member in list(self._members.values()):
+            limit_s = START_TIMEOUT_S if member.pid is None else self._silence_s
+            if now - member.silent_since > limit_s:
+                self._lose(member, f"is silent since {now - member.silent_since:.0f} s")
+
+    def _ask(self, member: _Member) -> None:
+        member.asked = member.actor.news.options(concurrency_group="news").remote(HEARTBEAT_S)
+
+    def _hear(self, member: _Member, news: News) -> None:
+        member.counters, member.kv_pages = news.counters, news.kv_pages
+        failure = news.error
+        for info in news.bases:
+            try:
+                self._check_base(info)
+            except MintError as error:
+                self._lose(member, f"would give other results: {error}")
+                raise
+        for number, sample, token, logprob in news.tokens:
+            job = member.jobs.get(number)
+            if job is None or job.listener is None:
+                continue
+            member.told[number, sample] += 1
+            if member.told[number, sample] > job.heard[sample]:
+                job.heard[sample] += 1
+                try:
+                    job.listener(sample, token, logprob)
+                except Exception as error:  # the boundary: it is raised once all the news are noted
+                    log.exception("a listener failed")
+                    failure = error
+        for number, result in news.results.items():
+            job = member.jobs.get(number)
+            if job is not None:
+                self._end_job(member, job, result)
+        if news.error is not None:
+            for job in list(member.jobs.values()):
+                self._remove(member, job)
+                member.orders.append(CancelJob(job.number))  # it may have come after the error
+        if failure is not None:
+            raise failure
+
+    def _end_job(self, member: _Member, job: _Job, result: SampleResult) -> None:
+        self._remove(member, job)
+        job.batch.results[job.key] = result
+
+    def _remove(self, member: _Member, job: _Job) -> None:
+        del member.jobs[job.number]
+        member.state.end(job.needs)
+        for sample in job.heard:
+            member.told.pop((job.number, sample), None)
+
+    # --- replicas that come and go -------------------------------------------------------------------------------
+
+    def _start_missing(self) -> None:
+        if len(self._members) >= self._wanted:
+            return
+        start_ray()
+        groups = {"orders": 1, "news": 1}
+        remote = ray.remote(num_cpus=0, resources={REPLICA: 1}, max_restarts=0, concurrency_groups=groups)(Replica)
+        while len(self._members) < self._wanted:
+            number = next(self._numbers)
+            actor: Any = remote.remote(self._open_engine)
+            state = ReplicaState(self._lora_limit_bytes)
+            self._members[number] = _Member(number, actor, state, actor.open.remote(), time.monotonic())
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        """Ends a replica; its jobs wait for another one, the earliest first."""
+        _end(member)
+        del self._members[member.number]
+        self._losses += 1
+        self._ended_counters.update(member.counters)
+        name = "a replica" if member.pid is None else f"the replica of process {member.pid}"
+        log.error("%s %s; another one starts, and %d jobs run again", name, reason, len(member.jobs))
+        if member.pid is None:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_LOSSES:
+                self._failed_starts = 0
+                raise ReplicaLostError(f"{MAX_LOSSES} replicas in turn could not start; the last one {reason}")
+        for own in sorted(member.jobs.values(), key=lambda job: -job.number):
+            own.losses += 1
+            if own.losses < MAX_LOSSES:
+                self._waiting.appendleft(own)
+            else:
+                text = f"{MAX_LOSSES} replicas were lost while they sampled this request"
+                own.batch.results[own.key] = SampleResult([], error=text)
+
+
+class ReplicaBatch:
+    """`SampleBatch` over the replicas. A step waits for news of any of them."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._jobs: dict[str, _Job] = {}
+        self.results: dict[str, SampleResult] = {}
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The jobs without a result yet."""
+        return self._jobs.keys()
+
+    def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
+        """Adds a job; it goes to a replica at the next step.
+
+        Raises:
+            NotFoundError: its weights are not loaded.
+        """
+        self._jobs[key] = self._replicas.add(key, job, listener, self)
+
+    def cancel(self, key: str) -> None:
+        """Removes the job at the next step; unknown keys are ignored."""
+        if key in self._jobs and key not in self.results:
+            self._replicas.cancel(self._jobs[key])
+            self.results[key] = SampleResult([], error=CANCELLED)
+
+    def step(self) -> dict[str, SampleResult]:
+        """Waits a moment for news; returns the results of the jobs that ended."""
+        if not self._jobs:
+            return {}
+        try:
+            self._replicas.step(0.0 if self.results else NEWS_S)
+        except Exception:
+            for key in list(self._jobs):
+                self.cancel(key)  # the batch must not be used any more
+            raise
+        results, self.results = self.results, {}
+        for key in results:
+            del self._jobs[key]
+        return results
+
+
+def _store(vector: np.ndarray) -> Any:
+    start_ray()
+    return ray.put(vector)
+
+
+def _end(member: _Member) -> None:
+    if member.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)  # a frozen process does not read what Ray sends it
+    ray.kill(member.actor)
