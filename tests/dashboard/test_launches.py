@@ -15,9 +15,13 @@ from waiting import wait_until
 from mint.compose.page_commands import RunCommands
 from mint.config import Settings
 from mint.errors import InvalidRequestError
+from mint.recipes.distill import DistillConfig
+from mint.recipes.dpo import DPOConfig
 from mint.recipes.math import DEMO
+from mint.recipes.sft import SFTConfig
 from mint.recipes.task_registry import load_task
 from mint.rl import RLConfig, run_grpo
+from mint.rl.run_config import RunConfig
 from tests.dashboard.dashboard_harness import API, showing
 
 SMALL = {"base_model": "mint/tiny", "steps": 2, "batch_size": 2, "group_size": 2, "heldout_size": 4, "save_every": 1}
@@ -138,6 +142,69 @@ def test_an_evaluation_needs_no_function_of_the_objective(tmp_path: Path) -> Non
     assert not any("advantage" in word for word in words)
 
 
+SUPERVISED: dict[str, tuple[type[RunConfig], dict[str, Any]]] = {
+    "sft": (SFTConfig, {"task": "math", "problems": 64}),
+    "dpo": (DPOConfig, {"data": "/data/pairs.jsonl", "prompt_style": "chat"}),
+    "distill": (DistillConfig, {"teacher": "mint/tiny", "task": "math"}),
+}
+
+
+def write_supervised(folder: Path, recipe: str, **arguments: Any) -> Path:
+    config, usual = SUPERVISED[recipe]
+    source = {"recipe": recipe, "arguments": {**usual, **arguments}}
+    folder.mkdir(parents=True)
+    described = {**config(seed=5).model_dump(mode="json"), "task": recipe, "data": "…", "data_source": source}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+@pytest.mark.parametrize("recipe", SUPERVISED)
+def test_a_supervised_run_goes_on_with_its_settings_and_its_data(recipe: str, tmp_path: Path) -> None:
+    folder = write_supervised(tmp_path / "run", recipe)
+    words = commands(tmp_path, "file:/data/pairs.jsonl").resume(folder)
+    assert words[:2] == ["train", recipe] and words[-3:] == ["--run-dir", str(folder), "--resume"]
+    given = {name: json.loads(value) for name, value in (word.split("=", 1) for word in words[2:-3])}
+    config, usual = SUPERVISED[recipe]
+    assert {name: given.pop(name) for name in usual} == usual
+    assert config.from_texts(given).model_dump(mode="json", exclude={"run_dir"}) == config(seed=5).model_dump(
+        mode="json", exclude={"run_dir"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        ("sft", {"task": "evil.py:Evil"}),
+        ("sft", {"task": "file:/etc/passwd"}),
+        ("sft", {"task": ["math"]}),
+        ("sft", {"problems": "/etc/passwd"}),
+        ("sft", {"data": "/etc/passwd"}),
+        ("sft", {"--yes": 1}),
+        ("sft", {"run_dir": "/tmp/elsewhere"}),
+        ("dpo", {"data": "/etc/passwd"}),
+        ("dpo", {"data": None}),
+        ("dpo", {"prompt_style": "../evil"}),
+        ("distill", {"teacher": "/tmp/evil"}),
+        ("distill", {"teacher": ["mint/tiny"]}),
+        ("distill", {"teacher": None}),
+    ],
+)
+def test_a_hostile_supervised_run_is_not_resumed(recipe: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_supervised(tmp_path / "run", recipe, **arguments)
+    with pytest.raises(InvalidRequestError) as refused:
+        commands(tmp_path, "file:/data/pairs.jsonl").resume(folder)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize("source", [{"recipe": "serve", "arguments": {}}, {"recipe": "sft"}, {"arguments": {}}, {}])
+def test_a_source_that_names_no_recipe_is_not_resumed(source: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_supervised(tmp_path / "run", "sft")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "data_source": source}))
+    with pytest.raises(InvalidRequestError, match="does not say how"):
+        commands(tmp_path).resume(folder)
+
+
 def test_a_refusal_has_the_command_to_run_by_hand_and_the_operator_may_name_the_task(tmp_path: Path) -> None:
     spec = {"task": "own.py:Own", "seed": 0, "options": {}}
     folder = write_config(tmp_path / "run", task_spec=spec)
@@ -198,6 +265,29 @@ def test_a_run_is_started_stopped_resumed_and_evaluated_by_requests(home: Path, 
     reading = ended(client, asked["launch"])
     assert reading["state"] == "done", reading["told"]
     assert 0 <= reading["result"]["0"]["mean"] <= 1 and reading["result"]["0"]["n"] == SMALL["heldout_size"]
+
+
+def test_a_supervised_run_is_started_stopped_and_resumed_by_requests(home: Path, client: httpx.Client) -> None:
+    settings = {"base_model": "mint/tiny", "epochs": 1, "batch_size": 16, "save_every": 1}
+    begun = client.post(f"{API}/launches", json={"recipe": "sft", "task": "math", "settings": settings}).json()[
+        "launch"
+    ]
+    run = begun["run"]
+    wait_until(lambda: (home / "runs" / run / "state.json").exists())
+    client.post(f"{API}/runs/{run}/stop").raise_for_status()
+    assert ended(client, begun["launch"])["state"] == "stopped"
+    stopped_at = json.loads((home / "runs" / run / "state.json").read_text())["step"]
+    resumed = client.post(f"{API}/runs/{run}/resume").json()["launch"]
+    wait_until(lambda: json.loads((home / "runs" / run / "state.json").read_text())["step"] > stopped_at)
+    client.post(f"{API}/runs/{run}/stop").raise_for_status()
+    assert ended(client, resumed["launch"])["state"] == "stopped"
+    steps = [json.loads(line)["step"] for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > stopped_at
+
+
+def test_pages_that_start_nothing_name_the_command_of_pages_that_do(tmp_path: Path) -> None:
+    with showing(tmp_path) as (_, client):
+        assert f"mint dashboard --start-runs --data-dir {tmp_path}" in client.get("/").text
 
 
 def test_a_command_that_fails_says_why(home: Path, client: httpx.Client) -> None:

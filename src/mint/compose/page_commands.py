@@ -18,16 +18,22 @@ from mint.config import Settings
 from mint.errors import InvalidRequestError, MintError
 from mint.models.hub import is_hub_name
 from mint.models.registry import available
+from mint.recipes.distill import DistillConfig
+from mint.recipes.dpo import DPOConfig
 from mint.recipes.sft import SFTConfig
 from mint.recipes.task_registry import RECIPES
 from mint.rl import RLConfig
 from mint.rl.objective import is_recorded_function
 from mint.rl.run_config import RunConfig
+from mint.runs.log import DATA_SOURCE
 from mint.runs.reader import read_config
 from mint.types.checkpoint_path import is_checkpoint_path
 
 CONFIGS: dict[str, type[RunConfig]] = {"rl": RLConfig, "sft": SFTConfig}
 """The recipes that a page may start."""
+
+SUPERVISED: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "distill": DistillConfig}
+"""The recipes whose runs say in `data_source` how their data is made."""
 
 GENERATED = ("reasoning_gym", "textarena", "ifeval")
 """Sources of tasks that read no file, ask no server and import no module that the name chooses."""
@@ -84,7 +90,10 @@ class RunCommands:
         Raises:
             InvalidRequestError: the folder does not say all that is needed, or asks for what pages may not run.
         """
-        settings, words = self._of_run(folder, ["train", "rl"], ["--run-dir", str(folder), "--resume"])
+        last = ["--run-dir", str(folder), "--resume"]
+        if isinstance(source := read_config(folder).get(DATA_SOURCE), dict):
+            return self._resume_supervised(folder, source, last)
+        settings, words = self._of_run(folder, ["train", "rl"], last)
         functions = [name for name, value in settings.items() if is_recorded_function(value)]
         if functions:
             raise _refusal(functions[0], settings[functions[0]], "is a function of your own program", words)
@@ -105,6 +114,32 @@ class RunCommands:
         RLConfig.from_texts(settings)
         return words
 
+    def _resume_supervised(self, folder: Path, source: Mapping[str, Any], last: list[str]) -> list[str]:
+        recipe, arguments = str(source.get("recipe")), source.get("arguments")
+        config = SUPERVISED.get(recipe)
+        if config is None or not isinstance(arguments, dict):
+            raise _no_source(folder)
+        described = read_config(folder)
+        settings = {
+            name: value
+            for name, value in described.items()
+            if name in config.model_fields and name not in BY_THE_COMMAND
+        }
+        words = ["train", recipe, *_words({**arguments, **settings}), *last]
+        options = dict(arguments)
+        if recipe == "dpo":
+            file = f"file:{options.pop('data', '')}"
+            if file not in self._tasks:
+                raise _refusal("data", file, "is not a file that these pages may read", words, task=file)
+        else:
+            self._require_task(str(options.pop("task", "")), words)
+        if recipe == "distill":
+            self._require_model("teacher", options.pop("teacher", None), words, checkpoint=True)
+        self._require_options(options, words, settings=config)
+        self._require_weights(settings, words)
+        config.from_texts(settings)
+        return words
+
     def _of_run(
         self, folder: Path, first: list[str], last: list[str], *, names_task: bool = False
     ) -> tuple[dict[str, Any], list[str]]:
@@ -119,12 +154,7 @@ class RunCommands:
             settings = {name: value for name, value in settings.items() if not is_recorded_function(value)}
         spec = described.get("task_spec")
         if not isinstance(spec, dict) or not isinstance(spec.get("options"), dict):
-            raise InvalidRequestError(
-                "does not say how to make its task and data again",
-                field="run",
-                value=folder.name,
-                remedy="It was started from Python, or is no RL run: repeat its own command with --resume",
-            )
+            raise _no_source(folder)
         task, options = str(spec.get("task", "")), spec["options"]
         named = [task] if names_task else _words({"task": task})
         words = [*first, *named, *_words({**settings, **options}), *last]
@@ -142,24 +172,32 @@ class RunCommands:
             return
         raise _refusal("task", task or "(missing)", "is not a task that these pages may run", words, task=task)
 
-    def _require_options(self, options: Mapping[str, Any], words: Sequence[str]) -> None:
+    def _require_options(
+        self, options: Mapping[str, Any], words: Sequence[str], *, settings: type[RunConfig] = RLConfig
+    ) -> None:
         for name, value in options.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_name = name in TEXT_OPTIONS and isinstance(value, str) and _NAME.fullmatch(value) is not None
-            if name in RLConfig.model_fields or not (is_number or is_name) or not name.isidentifier():
-                raise _refusal(f"task_spec.options.{name}", value, "is not an option that pages may set", words)
+            if name in settings.model_fields or not (is_number or is_name) or not name.isidentifier():
+                raise _refusal(f"options of the task: {name}", value, "is not an option that pages may set", words)
 
     def _require_weights(self, settings: Mapping[str, Any], words: Sequence[str]) -> None:
         """Base models are named, never given as a path; other weights are checkpoints of the service."""
-        model = settings.get("base_model")
-        known = available(self._settings.model_aliases)
-        if model is not None and model not in known and not (isinstance(model, str) and is_hub_name(model)):
-            raise _refusal("base_model", model, "is not the name of a base model", words)
+        if settings.get("base_model") is not None:
+            self._require_model("base_model", settings["base_model"], words)
         for name in ("init_from", "kl_reference"):
             value = settings.get(name)
             is_base = name == "kl_reference" and value == "base"
             if value is not None and not is_base and not (isinstance(value, str) and is_checkpoint_path(value)):
                 raise _refusal(name, value, "is not the path of a checkpoint", words)
+
+    def _require_model(self, field: str, value: Any, words: Sequence[str], *, checkpoint: bool = False) -> None:
+        is_text = isinstance(value, str)
+        if is_text and (value in available(self._settings.model_aliases) or is_hub_name(value)):
+            return
+        if not (checkpoint and is_text and is_checkpoint_path(value)):
+            what = "is not the name of a base model" + (", or the path of a checkpoint" if checkpoint else "")
+            raise _refusal(field, value, what, words)
 
     def _new_folder(self, task: str) -> Path:
         name = re.sub(r"[^\w.-]+", "-", Path(task).name if task in self._tasks else task, flags=re.ASCII)
@@ -171,6 +209,15 @@ class RunCommands:
 def _words(values: Mapping[str, Any]) -> list[str]:
     """`key=value` arguments whose values are JSON, so that the command line reads what was meant."""
     return [f"{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def _no_source(folder: Path) -> MintError:
+    return InvalidRequestError(
+        "does not say how to make its task and data again",
+        field="run",
+        value=folder.name,
+        remedy="It was started from Python, or by an older mint: repeat its own command with --resume",
+    )
 
 
 def _refusal(field: str, value: Any, message: str, words: Sequence[str], *, task: str | None = None) -> MintError:

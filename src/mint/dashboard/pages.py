@@ -6,6 +6,7 @@ get `summary`, and the list gets `summaries`; both are as in the JSON API.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,18 @@ def runs(dashboard: DashboardState, request: Request) -> str:
         after=after,
         summaries=summaries,
         choices=dashboard.launches.choices(),
+        to_start=_to_start(dashboard, request),
     )
+
+
+def _to_start(dashboard: DashboardState, request: Request) -> str:
+    """The command of a dashboard whose pages start runs. Over a server, its runs train on that server."""
+    command = f"mint dashboard --start-runs --data-dir {shlex.quote(str(dashboard.readers.folders.roots[0]))}"
+    if dashboard.service is None:
+        return command
+    address = shlex.quote(str(request.base_url).rstrip("/"))
+    key = "MINT_API_KEY=… " if dashboard.access.login is not None else ""
+    return f"MINT_BASE_URL={address} {key}{command}"
 
 
 def run(dashboard: DashboardState, request: Request) -> str:

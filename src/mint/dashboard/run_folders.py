@@ -53,7 +53,7 @@ class RunFolders:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Roots need not exist yet. If two runs have the same name, the one of the later root gets a suffix."""
-        self._roots = tuple(dict.fromkeys(root.expanduser().resolve() for root in roots))
+        self.roots = tuple(dict.fromkeys(root.expanduser().resolve() for root in roots))
         self._listings: dict[Path, _Listing] = {}
         self._lock = threading.Lock()
         self._found: dict[str, Path] = {}
@@ -63,7 +63,7 @@ class RunFolders:
         with self._lock:
             found: dict[str, Path] = {}
             seen: set[Path] = set()
-            for root in self._roots:
+            for root in self.roots:
                 for folder in (*self._children(root / RUNS), root, *self._children(root)):
                     if folder not in seen and os.path.isfile(f"{folder}/{CONFIG}"):  # noqa: PTH113
                         seen.add(folder)

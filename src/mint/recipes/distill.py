@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -31,6 +32,7 @@ from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
 from mint.rl.tracking.shown_result import ShownResult
 from mint.rl.training.datums import policy_datum
+from mint.runs.log import DATA_SOURCE
 
 HELDOUT_STREAM = 0x48454C44
 
@@ -80,11 +82,13 @@ def run_distill(
     service_client: mint.ServiceClient | None = None,
     resume: bool = False,
     on_progress: ProgressHook | None = None,
+    data_source: Mapping[str, Any] | None = None,
 ) -> DistillResult:
     """Moves the student towards `teacher` on its own completions of `prompts` (token ids).
 
     `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break. The
     teacher must be the same checkpoint or base model; a teacher that was not saved by name counts as its base model.
+    `data_source` says in `config.json` how `mint train` makes the data again.
 
     Raises:
         InvalidRequestError: there are no prompts, the teacher has another tokenizer, or `run_dir` holds another run.
@@ -96,6 +100,7 @@ def run_distill(
     described = {
         "task": "distill",
         "data": data_digest(prompts, heldout),
+        DATA_SOURCE: data_source,
         "teacher": teacher.get_model_path() or teacher.get_base_model(),
     }
     with open_run(

@@ -30,6 +30,7 @@ from mint.recipes.supervised import (
 )
 from mint.rl.estimate import interval
 from mint.rl.run_frame import ProgressHook, make_trainer, open_run
+from mint.runs.log import DATA_SOURCE
 
 
 class DPOConfig(SupervisedConfig):
@@ -63,10 +64,12 @@ def run_dpo(
     service_client: mint.ServiceClient | None = None,
     resume: bool = False,
     on_progress: ProgressHook | None = None,
+    data_source: Mapping[str, Any] | None = None,
 ) -> DPOResult:
     """Trains on `preferences` and evaluates on `heldout` before and after.
 
     `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
+    `data_source` says in `config.json` how `mint train` makes the data again.
 
     Raises:
         InvalidRequestError: there is nothing to train on, an item is not a `Preference`, a prompt is both trained on
@@ -74,7 +77,7 @@ def run_dpo(
     """
     check_disjoint(preferences, heldout, Preference)
     steps = config.epochs * steps_per_epoch(len(preferences), config.batch_size)
-    described = {"task": "dpo", "steps": steps, "data": data_digest(preferences, heldout)}
+    described = {"task": "dpo", "steps": steps, "data": data_digest(preferences, heldout), DATA_SOURCE: data_source}
     with open_run(
         config, service_client, name="dpo", described=described, resume=resume, on_progress=on_progress
     ) as run:

@@ -31,6 +31,7 @@ from mint.rl.estimate import interval
 from mint.rl.run_config import ScheduleName
 from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
+from mint.runs.log import DATA_SOURCE
 
 
 class SFTConfig(SupervisedConfig):
@@ -58,10 +59,12 @@ def run_sft(
     service_client: mint.ServiceClient | None = None,
     resume: bool = False,
     on_progress: ProgressHook | None = None,
+    data_source: Mapping[str, Any] | None = None,
 ) -> SFTResult:
     """Trains on `demonstrations` and evaluates on `heldout` before and after.
 
     `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
+    `data_source` says in `config.json` how `mint train` makes the data again.
 
     Raises:
         InvalidRequestError: there is nothing to train on, an item is not a `Demonstration`, a prompt is both trained on
@@ -69,7 +72,7 @@ def run_sft(
     """
     check_disjoint(demonstrations, heldout, Demonstration)
     steps = config.epochs * steps_per_epoch(len(demonstrations), config.batch_size)
-    described = {"task": "sft", "steps": steps, "data": data_digest(demonstrations, heldout)}
+    described = {"task": "sft", "steps": steps, "data": data_digest(demonstrations, heldout), DATA_SOURCE: data_source}
     with open_run(
         config, service_client, name="sft", described=described, resume=resume, on_progress=on_progress
     ) as run:

@@ -58,6 +58,11 @@ class ResumePoint:
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
+DATA_SOURCE = "data_source"
+"""In the config.json of a supervised run: the `recipe` of `mint train` and the `arguments` that make its data. A digest
+of the data decides whether two runs have the same."""
+
+
 def is_run(folder: Path) -> bool:
     """Whether a run was started in a folder."""
     return (folder / CONFIG).exists()
@@ -145,7 +150,7 @@ class RunLog:
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.
-        changed = sorted(key for key, value in before.items() if value != now.get(key))
+        changed = sorted(key for key, value in before.items() if key != DATA_SOURCE and value != now.get(key))
         if changed:
             told = "; ".join(f"{key} = {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(

@@ -141,6 +141,7 @@ def rl_report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
 def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console, yes: bool) -> dict[str, Any]:
     """Supervised fine-tuning on a task's demonstrations."""
     config, options = split_arguments(SFTConfig, arguments)
+    source = {"recipe": "sft", "arguments": dict(options)}
     require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("sft", options, config) as adapter, mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -161,7 +162,15 @@ def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
             )
         steps = config.epochs * steps_per_epoch(len(trained), config.batch_size)
         with LiveProgress(steps, console=console, title=f"SFT: {config.base_model}", curve="train/loss") as progress:
-            result = run_sft(trained, heldout, config, service_client=service, resume=resume, on_progress=progress)
+            result = run_sft(
+                trained,
+                heldout,
+                config,
+                service_client=service,
+                resume=resume,
+                on_progress=progress,
+                data_source=source,
+            )
     return asdict(result)
 
 
@@ -169,6 +178,7 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
     """Direct preference optimisation on a file of pairs."""
     path = Path(str(take(arguments, "data", "Add data=…: `mint train dpo` needs it")))
     style = arguments.pop("prompt_style", "chat")
+    source = {"recipe": "dpo", "arguments": {"data": str(path.resolve()), "prompt_style": style}}
     config = DPOConfig.from_texts(arguments)
     require_base_model(config.base_model, console, yes=yes)
     rows = read_pairs(path)
@@ -183,7 +193,15 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
         steps = config.epochs * steps_per_epoch(len(trained), config.batch_size)
         title = f"DPO: {config.base_model}"
         with LiveProgress(steps, console=console, title=title, curve="train/pair_loss") as progress:
-            result = run_dpo(trained, heldout, config, service_client=service, resume=resume, on_progress=progress)
+            result = run_dpo(
+                trained,
+                heldout,
+                config,
+                service_client=service,
+                resume=resume,
+                on_progress=progress,
+                data_source=source,
+            )
     return asdict(result)
 
 
@@ -191,6 +209,7 @@ def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console, 
     """On-policy distillation on a task's prompts."""
     teacher = str(take(arguments, "teacher", "Add teacher=…: `mint train distill` needs it"))
     config, options = split_arguments(DistillConfig, arguments)
+    source = {"recipe": "distill", "arguments": {"teacher": teacher, **options}}
     require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
         sampler = teacher_sampler(service, teacher)
@@ -201,7 +220,14 @@ def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console, 
         title = f"distillation: {config.base_model}"
         with LiveProgress(config.steps, console=console, title=title, curve="train/reverse_kl") as progress:
             result = run_distill(
-                trained, heldout, sampler, config, service_client=service, resume=resume, on_progress=progress
+                trained,
+                heldout,
+                sampler,
+                config,
+                service_client=service,
+                resume=resume,
+                on_progress=progress,
+                data_source=source,
             )
     return asdict(result)
 
