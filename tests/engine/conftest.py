@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,10 +78,3 @@ def twin(tied: tuple[Path, PreTrainedModel]) -> Twin:
         return own
 
     return make
-
-
-@pytest.fixture(scope="session")
-def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels in C are compiled: once per run, which workers that run side by side share."""
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "native"

@@ -22,6 +22,8 @@ from mint.models.folder import ModelFolder
 FOLDERS = pytest.mark.parametrize(
     ("family", "shape"), list(itertools.product(FAMILIES, ["tied", "untied"])), ids=lambda value: value
 )
+LORAS_OF_PARTS = [(False, True, False), (True, False, False)]
+"""Whether attention, the MLP and the unembedding have a LoRA."""
 MIXED: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False, "mlp_only_layers": [1]}
 """A mixture with a dense layer, and shares that do not add up to one."""
 
@@ -189,7 +191,10 @@ def _gradients_agree(folder: Path, lora: LoraSpec) -> None:
     assert any(np.abs(array).max() > 0 for name, array in ours.items() if "lora_A" in name)
 
 
-@pytest.mark.parametrize("parts", [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    "parts",
+    [(True, True, True), *(pytest.param(parts, marks=pytest.mark.slow) for parts in LORAS_OF_PARTS)],
+)
 @FOLDERS
 def test_gradients_equal_autograds_through_merged_weights(
     family: str, shape: str, parts: tuple[bool, bool, bool], tmp_path: Path
@@ -224,7 +229,7 @@ def _bits(result: SampleResult) -> list[bytes]:
     return [result.prompt_logprobs.tobytes(), *samples]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "threads"), [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2)])
 def test_a_job_alone_equals_the_job_in_any_mix(
     family: str, dtype: str, threads: int, tmp_path_factory: pytest.TempPathFactory

@@ -242,7 +242,9 @@ def _use(engine: TorchEngine, name: str, lora: LoraSpec) -> None:
     engine.sample([job([3, 4, 5], weights_id=name, num_samples=3)])
 
 
-@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize(
+    "is_native", [pytest.param(False, marks=pytest.mark.slow, id="torch"), pytest.param(True, id="native")]
+)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_model_takes_the_memory_that_is_said(
     tmp_path: Path, native_folder: Path, family: str, is_native: bool

@@ -303,7 +303,7 @@ def _bits(result: SampleResult) -> list[tuple[bytes, bytes]]:
     return [(sample.tokens.tobytes(), sample.logprobs.tobytes()) for sample in result.samples]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "threads"), [*((family, 1) for family in FAMILIES), ("qwen3", 2)])
 def test_the_engine_s_promises_hold_with_them(
     native_folder: Path, tmp_path: Path, family: str, dtype: str, threads: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import platform
 import re
@@ -31,6 +30,14 @@ needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in COMPI
 UNOPTIMIZED = (*native_build.FLAGS, "-O0")
 """Compiles in less time."""
 
+FEW = SOURCES[:2]
+"""Enough where not all sources are needed: each takes half a second."""
+
+
+@pytest.fixture(autouse=True)
+def _unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "FLAGS", UNOPTIMIZED)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,24 +62,21 @@ def test_they_are_compiled_once_and_need_no_compiler_afterwards(folder: Path, mo
 
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    processes = [multiprocessing.get_context("spawn").Process(target=_build, args=(tmp_path,)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert len(list(tmp_path.iterdir())) == len(SOURCES)
-
-
-def _build(folder: Path) -> None:
-    native_build.FLAGS = UNOPTIMIZED
-    NativeBuild(folder).libraries()
+    program = (
+        "import sys; from pathlib import Path; from mint.engine.cpu import build;"
+        f"build.FLAGS, build.SOURCES = {UNOPTIMIZED!r}, build.SOURCES[:{len(FEW)}];"
+        "build.NativeBuild(Path(sys.argv[1])).libraries()"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program, tmp_path]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == len(FEW)
 
 
 @needs_compiler
 def test_other_flags_give_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "SOURCES", FEW)
     before = set(NativeBuild(folder).libraries().values())
-    monkeypatch.setattr(native_build, "FLAGS", UNOPTIMIZED)
+    monkeypatch.setattr(native_build, "FLAGS", (*UNOPTIMIZED, "-DOTHER"))
     assert not before & set(NativeBuild(folder).libraries().values())
 
 
@@ -90,8 +94,8 @@ def test_their_digest_is_that_of_instructions_flags_and_sources_but_for_comments
     assert sources_digest(instruction_set()) == before
     copies[0].write_text(copies[0].read_text() + "\nint another;")
     assert sources_digest(instruction_set()) != before
-    monkeypatch.undo()
-    monkeypatch.setattr(native_build, "FLAGS", UNOPTIMIZED)
+    monkeypatch.setattr(native_build, "SOURCES", SOURCES)
+    monkeypatch.setattr(native_build, "FLAGS", (*UNOPTIMIZED, "-DOTHER"))
     assert sources_digest(instruction_set()) != before
 
 

@@ -135,7 +135,7 @@ def test_what_a_sequence_has_drawn_decides_its_rules_after_a_pause_as_before(fre
     assert any(sample.stopped for sample in expected[2].samples)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_any_jobs_in_a_small_cache_have_their_own_bits(fresh: Fresh, seed: int) -> None:
     """They come and go, of several scopes, with beginnings in common."""
     rng = np.random.default_rng(seed)
@@ -219,7 +219,10 @@ def test_where_the_device_is_out_of_memory_a_group_goes_on_with_half_its_rows(
 FAMILIES = ["qwen3_moe", "qwen3_5_text", "gpt_oss"]
 
 
-@pytest.mark.parametrize(("dtype", "is_native"), [("float32", False), ("bfloat16", True)], ids=["torch", "native"])
+@pytest.mark.parametrize(
+    ("dtype", "is_native"),
+    [pytest.param("float32", False, marks=pytest.mark.slow, id="torch"), pytest.param("bfloat16", True, id="native")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_goes_on_with_the_same_bits(
     tmp_path: Path, native_folder: Path, family: str, dtype: str, is_native: bool

@@ -223,7 +223,7 @@ def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(

@@ -95,7 +95,7 @@ def test_a_hybrid_takes_some_for_each_sequence_and_some_for_each_token(tmp_path:
 
 
 @CACHED
-@pytest.mark.parametrize("fitting", [1, 3])
+@pytest.mark.parametrize("fitting", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_group_that_is_larger_than_the_cache_has_the_samples_of_a_large_one(
     tmp_path: Path, family: str, fitting: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_group_that_is_larger_than_the_cache_has_the_samples_of_a_large_one(
 
 
 @CACHED
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_any_jobs_in_a_small_cache_have_the_samples_that_they_have_alone(
     tmp_path: Path, family: str, seed: int
 ) -> None:

@@ -57,6 +57,7 @@ def assert_same_bits(one: RunResult, other: RunResult) -> None:
     assert one.heldout_after == other.heldout_after
 
 
+@pytest.mark.slow
 def test_the_policy_learns_arithmetic_that_it_was_never_trained_on() -> None:
     config = DEMO.changed(steps=30, heldout_size=128)
     result = run_grpo(MathAdapter(seed=0), config)
@@ -338,7 +339,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         run_grpo(ManyDigits(), small(curriculum=True, max_staleness=1))
 
 
-@pytest.mark.parametrize("on_collapse", ["warn", "stop", "rollback"])
+@pytest.mark.parametrize("on_collapse", [pytest.param("warn", marks=pytest.mark.slow), "stop", "rollback"])
 def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_collapse: str) -> None:
     config = SMALL.changed(batch_size=8, group_size=8, steps=12, heldout_size=64, learning_rate=0.1,
             lr_schedule="constant", eval_every=1, on_collapse=on_collapse,)  # fmt: skip

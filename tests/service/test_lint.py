@@ -174,7 +174,7 @@ def tiny() -> Iterator[mint.ServiceClient]:
     client.close()
 
 
-@pytest.mark.learns
+@pytest.mark.slow
 def test_every_known_bug_planted_into_real_samples_is_named_and_good_batches_are_not(
     mutations: ModuleType, tiny: mint.ServiceClient
 ) -> None:

@@ -234,17 +234,17 @@ def test_a_snapshot_with_a_flipped_bit_is_not_gone_back_to(tmp_path: Path, monke
         ({"dtype": "bfloat16"}, "MINT_DTYPE=float32, and has MINT_DTYPE=bfloat16 now"),
         ({"quantize": "int8"}, "MINT_QUANTIZE=none, and has MINT_QUANTIZE=int8 now"),
         pytest.param(
-            {"native": "native"},
+            {"is_native": True},
             "MINT_NATIVE=0 (torch's kernels), and has MINT_NATIVE=1 (mint's kernels) now",
             marks=pytest.mark.skipif(not TESTED_HERE, reason="mint's kernels are not tested on this machine"),
         ),
     ],
 )
 def test_a_model_whose_base_has_other_numbers_stops_also_with_nothing_to_replay(
-    tmp_path: Path, other: dict[str, Any], difference: str
+    tmp_path: Path, native_folder: Path, other: dict[str, Any], difference: str
 ) -> None:
-    def engine(native: str | None = None, **changed: Any) -> TorchEngine:
-        kernels = None if native is None else tmp_path / native
+    def engine(*, is_native: bool = False, **changed: Any) -> TorchEngine:
+        kernels = native_folder if is_native else None
         return TorchEngine(native=kernels, **{"dtype": "float32", "threads": 1, "device": "cpu", **changed})
 
     harness = Harness(open_service(tmp_path, engine=engine(), is_server=True))
