@@ -34,6 +34,7 @@ def test_the_first_loop_learns_its_facts() -> None:
     assert "after: ['eight', 'four', 'one', 'seven']" in run("01_first_loop.py")
 
 
+@pytest.mark.slow
 def test_grpo_from_scratch_raises_the_reward_with_nothing_of_the_library() -> None:
     rewards = numbers(r"mean reward (\S+)", run("02_grpo_from_scratch.py"))
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
@@ -41,7 +42,7 @@ def test_grpo_from_scratch_raises_the_reward_with_nothing_of_the_library() -> No
     assert [name for name in imported if name.startswith("mint")] == ["mint", "mint"]
 
 
-@pytest.mark.parametrize("name", ["03_run_grpo.py", "04_tool_environment.py"])
+@pytest.mark.parametrize("name", ["03_run_grpo.py", pytest.param("04_tool_environment.py", marks=pytest.mark.slow)])
 def test_a_run_of_the_library_raises_the_held_out_reward(name: str) -> None:
     shown = run(name)
     before, after = numbers(r"(\S+) (?:before|after)\b", shown)[:2]

@@ -79,7 +79,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     return [greedy[0], greedy[-1]]
 
 
-@pytest.mark.learns
+@pytest.mark.slow
 def test_the_first_task_is_written_trained_read_and_exported_as_the_page_says(tmp_path: Path) -> None:
     check(follow(PAGE, tmp_path, install=False), tmp_path)
 

@@ -202,8 +202,11 @@ def test_the_version_is_printed() -> None:
 
 
 LOCAL_COMMANDS = (
-    *("serve", "serve --check", "dashboard", "chaos --kills 1", "demo math --yes", "doctor math", "keys list"),
-    *("models list", "export a -o b", "bench", "recover"),
+    *("serve", "dashboard", "demo math --yes", "export a -o b"),
+    *(
+        pytest.param(words, marks=pytest.mark.slow)
+        for words in ("serve --check", "chaos --kills 1", "doctor math", "keys list", "models list", "bench", "recover")
+    ),
 )
 
 

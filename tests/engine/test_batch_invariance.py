@@ -78,11 +78,11 @@ def test_a_job_alone_equals_the_job_in_any_mix(busy: TorchEngine, threads: int) 
             assert _bits(found[index]) == expected, f"job {index} beside {mix} others"
 
 
-def test_one_prompt_in_a_hundred_mixes_has_one_answer(busy: TorchEngine) -> None:
+def test_one_prompt_in_many_mixes_has_one_answer(busy: TorchEngine) -> None:
     rng = np.random.default_rng(5)
     own = job([5, 6, 7, 8, 9], weights_id="w1", num_samples=2, max_tokens=6, seed=11)
     answers = set()
-    for _ in range(100):
+    for _ in range(40):
         others = [
             job(rng.integers(2, 300, int(rng.integers(1, 40))), weights_id="w1", num_samples=int(rng.integers(1, 9)))
             for _ in range(int(rng.integers(0, 4)))

@@ -109,7 +109,7 @@ class Liked(RLAdapter):
         return await self.model.reward(self.make_prompt(item, self.model.tokenizer), response)
 
 
-@pytest.mark.learns
+@pytest.mark.slow
 def test_a_model_of_pairs_puts_held_out_pairs_in_order_and_grades_a_run(tmp_path: Path) -> None:
     service = mint.ServiceClient()
     tokenizer = service.create_sampling_client(base_model="mint/tiny").get_tokenizer()

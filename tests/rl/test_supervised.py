@@ -110,7 +110,9 @@ def next_digest(data_dir: Path, checkpoint: str) -> str | None:
 
 
 @pytest.mark.restarts
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "distill"))]
+)
 def test_a_killed_run_resumes_to_the_same_bits(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINT_THREADS", "1")
     data_dir, whole, killed = tmp_path / "service", tmp_path / "whole", tmp_path / "killed"

@@ -60,6 +60,7 @@ def test_a_server_whose_device_is_lost_ends_and_the_next_one_goes_on_with_the_sa
         stop(clean)
 
 
+@pytest.mark.slow
 def test_a_request_that_loses_the_device_each_time_is_failed_alone(tmp_path: Path) -> None:
     port = free_port()
     with process(tmp_path, port, loses_device=True) as first:

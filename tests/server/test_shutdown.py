@@ -155,6 +155,7 @@ def replayed(log: list[dict[str, Any]]) -> list[int]:
     return [int(match[1]) for match in found if match is not None]
 
 
+@pytest.mark.slow
 def test_large_states_are_saved_at_a_stop_so_that_the_next_start_replays_nothing(tmp_path: Path) -> None:
     port = free_port()
     with process(tmp_path / "stopped", port, large_states=True) as first:
