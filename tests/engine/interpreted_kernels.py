@@ -15,8 +15,9 @@ import torch
 from decoders import new_lora, open_decoder
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepGraphs
+from mint.engine.cuda.graph_step import SPLIT_PAGES, StepContext, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
+from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -43,7 +44,8 @@ def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads:
     """Rows of so many keys, 0 for padding, in random pages of their own."""
     columns = -(-max(lengths) // PAGE_POSITIONS)
     table = np.random.default_rng(seed).permutation(len(lengths) * columns).reshape(columns, -1)
-    inputs = np.concatenate([np.zeros((1, len(lengths))), np.array(lengths)[None] - 1, table])
+    slots = np.zeros((1, len(lengths)))
+    inputs = np.concatenate([slots, np.array(lengths)[None] - 1, slots, table])
     angles = _random(1024, dim // 2, seed=9)
     splits = 1 << (-(-columns // SPLIT_PAGES) - 1).bit_length()
     heads = (groups * kv_heads, kv_heads, dim, side)
@@ -51,13 +53,16 @@ def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads:
 
 
 def _planes(rows: StepContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    count = rows.inputs[2:].numel()
+    count = rows.inputs[3:].numel()
     shape = (count, rows.kv_heads // rows.side_by_side, PAGE_POSITIONS, rows.side_by_side * rows.head_dim)
     return _random(*shape, seed=3, dtype=dtype), _random(*shape, seed=4, dtype=dtype)
 
 
-def _lora(rows: int, parts: int, outputs: int, rank: int) -> LoraPart:
-    return LoraPart(_random(rows, parts * rank, seed=5), _random(outputs, rank, seed=6), 0.7)
+def _lora(rows: int, parts: int, outputs: int, rank: int, slots: list[int] | None = None) -> LoraPart:
+    """The slots of tiles of rows; of one tile, if none are given."""
+    numbers = torch.tensor(slots or [1], dtype=torch.int32).repeat_interleave(TILE_ROWS)[:rows]
+    down, bs = _random(rows, parts * rank, seed=5), _random(3, outputs, rank, seed=6)
+    return LoraPart(down, bs, torch.tensor([0.7, 0.3, 1.1]), numbers)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,33 @@ def test_kernels_equal_exact_norms_swiglu_and_sums(rank: int, dtype: torch.dtype
     _close(KERNELS.add(product, x, lora), EXACT.add(product, x, lora), torch.float32)
 
 
+@pytest.mark.parametrize(("rank", "parts"), [(1, 1), (16, 3), (5, 2), (64, 1)])
+@pytest.mark.parametrize("slots", [[0], [2, -1, 0], [-1, -1, 1, 1]])
+def test_each_tile_of_rows_has_its_own_lora_or_none(slots: list[int], rank: int, parts: int) -> None:
+    rows, inner, width = TILE_ROWS * len(slots) - 7, 70, 30 * parts
+    x, product, residual = (_random(rows, n, seed=seed) for seed, n in enumerate((inner, width, width)))
+    lora = _lora(rows, parts, width, rank, slots)
+    a = _random(3, parts * rank + 2, inner, seed=4)[:, 2:]  # slots lie apart
+    a = torch.empty_strided(a.shape, (a.shape[1] * inner + 96, inner, 1)).copy_(a)
+    _close(KERNELS.shrink(x, a, lora.slots), EXACT.shrink(x, a, lora.slots), torch.float32)
+    for index, slot in enumerate(lora.slots.tolist()):
+        own = x[index].double() @ a[slot].double().T if slot >= 0 else torch.zeros(parts * rank)
+        _close(EXACT.shrink(x, a, lora.slots)[index], own, torch.float32)
+    if parts == 1:
+        _close(KERNELS.add(product, residual, lora), EXACT.add(product, residual, lora), torch.float32)
+    if parts == 2:
+        _close(KERNELS.swiglu(product, lora)[0], EXACT.swiglu(product, lora)[0], torch.float32)
+
+
+def test_a_diverged_lora_spoils_no_row_of_another() -> None:
+    lora = _lora(48, 1, 70, 4, [0, -1, 2])
+    product, residual = _random(48, 70, seed=2), _random(48, 70)
+    sound = KERNELS.add(product, residual, lora)
+    lora.bs[0] = torch.nan
+    found = KERNELS.add(product, residual, lora)
+    assert found[:16].isnan().all() and torch.equal(found[16:], sound[16:])
+
+
 @torch.inference_mode()
 def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
@@ -144,11 +176,12 @@ def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> 
         for index, plane in enumerate(pages.planes(layer)):
             plane[:20].copy_(_random(*plane[:20].shape, seed=index))
     with torch.inference_mode(mode=False):
-        lora = new_lora(decoder, LoraSpec(5, 0, True, True, True))
-        lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
-    graphs = StepGraphs(decoder, pages, KERNELS, capture=False, buckets=(4,))
+        loras = [new_lora(decoder, LoraSpec(rank, 0, True, rank > 2, True)) for rank in (5, 2)]
+        for lora in loras:
+            lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
+    graphs = StepGraphs(decoder, pages, KERNELS, capture=False, buckets=(64,))
     table, positions, tokens = np.arange(15).reshape(3, 5), np.array([3, 300, 64]), np.array([5, 6, 7])
-    runs = [LoraRows(0, 3, lora)]
+    runs = [LoraRows(0, 1, loras[0]), LoraRows(1, 2, None), LoraRows(2, 3, loras[1])]
     found = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
     expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

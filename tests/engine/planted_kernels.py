@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,13 +39,15 @@ FAULTS = {
     ),
     "mean over the padded width": Fault("norm", "def _norm(", "(own * own) / width", "(own * own) / WIDTH"),
     "wrong stride": Fault(
-        "heads", "def _heads(", "(2 + position // PAGE_POSITIONS) * stride", "(1 + position // PAGE_POSITIONS) * stride"
+        "heads", "def _heads(", "(FIRST_PAGE + position // PAGE_POSITIONS)", "(2 + position // PAGE_POSITIONS)"
     ),
     "rotation the wrong way": Fault(
         "heads", "def _heads(", "before * cosine - second * sine", "before * cosine + second * sine"
     ),
     "keys of another head": Fault("heads", "def _heads(", "+ (kv % SIDE) * DIM", "+ (kv % 1) * DIM"),
     "padding is written": Fault("heads", "def _heads(", "used = used & real", "used = real"),
+    "the lora of another tile": Fault("shrink", "def _shrink(", "slots + tl.program_id(0) * ROWS", "slots"),
+    "no lora is a lora": Fault("add", "def _lora_tile(", "slot >= 0, RANK, 0", "slot >= 0, RANK, RANK"),
     "another part of the lora": Fault("heads", "def _lora_tile(", "part * RANK + ranks", "ranks"),
     "missing accumulation": Fault("attend", "def _attend(", "mixed * shrunk[:, None] + tl.dot", "tl.dot"),
     "total not scaled": Fault("attend", "def _attend(", "total * shrunk + tl.sum", "total + tl.sum"),
@@ -104,6 +107,6 @@ def _load(source: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(name)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

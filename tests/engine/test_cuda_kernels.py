@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from planted_kernels import FAULTS
 
-from mint.engine.cuda.graph_step import SPLIT_PAGES
+from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES
 from mint.engine.cuda.self_check import PathSource, check_paths
 from mint.engine.model.attention import PAGE_POSITIONS
 
@@ -46,18 +46,24 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
     attention = {"GROUPS": 2, "DIM": 128, "PAGE_POSITIONS": PAGE_POSITIONS, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
     tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}
     heads = {"QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "SIDE": 2, "PAGE_POSITIONS": PAGE_POSITIONS,
-             "BIASED": True, "NORMED": True, "RANK": 16, "ROWS": 16, "HALF": 64, "RANKS": 16}  # fmt: skip
+             "FIRST_PAGE": FIRST_PAGE, "BIASED": True, "NORMED": True, "RANK": 16, "ROWS": 16, "HALF": 64,
+             "RANKS": 16}  # fmt: skip
     numbers = {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(
-        ("stride", "page_size", "count", "inner", "outputs", "width", "splits"), "i32"
+        ("stride", "page_size", "count", "inner", "outputs", "width", "splits", "slot_size", "ranks"), "i32"
     )
     narrow = dict.fromkeys(("queries", "keys", "values", "narrow", "product"), "*bf16")
     for name, sizes in {
-        "_attend": {**attention, "SIDE": 2, "SINGLE": False, "QUERIES": 16}, "_merge": {**attention, "QUERIES": 2},
-        "_norm": {"WIDTH": 1024}, "_heads": heads, "_swiglu": tile, "_add": tile,
+        "_attend": {**attention, "SIDE": 2, "FIRST_PAGE": FIRST_PAGE, "SINGLE": False, "QUERIES": 16},
+        "_merge": {**attention, "QUERIES": 2},
+        "_norm": {"WIDTH": 1024},
+        "_shrink": {"ROWS": 16, "RANKS": found.RANKS_AT_ONCE, "INPUTS": found.INPUTS_AT_ONCE},
+        "_heads": heads, "_swiglu": tile, "_add": tile,
     }.items():  # fmt: skip
         function = getattr(found, name)
         types = {
-            own: "constexpr" if own in sizes else {"inputs": "*i32", **numbers, **narrow}.get(own, "*fp32")
+            own: "constexpr"
+            if own in sizes
+            else {"inputs": "*i32", "slots": "*i32", **numbers, **narrow}.get(own, "*fp32")
             for own in function.arg_names
         }
         constants = {(function.arg_names.index(own),): value for own, value in sizes.items()}

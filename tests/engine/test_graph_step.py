@@ -6,7 +6,6 @@ is one, graphs and Triton's kernels are tested, too.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,8 @@ from decoders import new_lora, open_decoder
 from engine_data import LORA, job, train
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepGraphs, _Shape
+from mint.engine.cuda.graph_step import SPLIT_PAGES, StepGraphs, _Shape, cut_runs
+from mint.engine.cuda.lora_slots import MAX_SLOTS, LoraPart, common_spec
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.devices import Device
 from mint.engine.lora import LoraRows, LoraWeights
@@ -145,7 +145,7 @@ def test_weights_that_change_are_seen_by_the_next_step_that_is_opened(family: Pa
     lora.flat.mul_(-3)
     after = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
     expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
-    torch.testing.assert_close(after, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=2e-5)
     assert not torch.allclose(before, after, atol=1e-2)
 
 
@@ -195,8 +195,10 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
     pages = KVCache(decoder.config, dtype, decoder.device, 1 << 24)
     graphs = StepGraphs(decoder, pages, PlainKernels(), capture=False, buckets=(64,))
     lora = new_lora(decoder, LORA)
-    inputs = torch.zeros((4, 64), dtype=torch.int32, device="meta")
-    hidden = graphs.hidden(inputs, splits=1, lora=lora)
+    inputs = torch.zeros((5, 64), dtype=torch.int32, device="meta")
+    kind = common_spec([lora])
+    graphs.place(kind, [lora])
+    hidden = graphs.hidden(inputs, splits=1, kind=kind)
     logits = decoder.logits(hidden, [LoraRows(0, 64, lora)])
     assert hidden.shape == (64, decoder.config.hidden_size)
     assert logits.shape == (64, decoder.config.vocab_size)
@@ -225,14 +227,18 @@ def test_one_graph_too_many_costs_the_oldest_alone(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     decoder = open_decoder(tmp_path)
     graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
-    for shape in (_Shape(4, 1, OTHER), _Shape(4, 2, LORA), _Shape(4, 1, None), _Shape(4, 4, LORA)):
+    loras = [new_lora(decoder, spec) for spec in (OTHER, LORA)]
+    other, own = (common_spec([lora]) for lora in loras)
+    for kind, lora in zip((other, own), loras, strict=True):
+        graphs.place(kind, [lora])
+    for shape in (_Shape(4, 1, other), _Shape(4, 2, own), _Shape(4, 1, None), _Shape(4, 4, own)):
         graphs._captured[shape] = (cast(Any, None), torch.zeros(1))  # a graph needs a GPU
-        if shape.lora is not None:
-            graphs._load(shape.lora, new_lora(decoder, shape.lora))
     graphs._drop_oldest()
-    assert [shape.lora for shape in graphs._captured] == [LORA, None, LORA] and list(graphs._buffers) == [LORA]
+    assert [shape.kind for shape in graphs._captured] == [own, None, own] and list(graphs._slots) == [own]
     graphs._drop_oldest()
-    assert list(graphs._buffers) == [LORA]  # another graph reads it
+    assert list(graphs._slots) == [own]  # another graph reads it
+    graphs.place(own, [new_lora(decoder, LORA) for _ in range(2)])  # more slots lie at another address
+    assert [shape.kind for shape in graphs._captured] == [None]
 
 
 @torch.inference_mode()
@@ -242,7 +248,7 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     write_model(tmp_path, "tied")
     decoder = open_decoder(tmp_path)
     graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
-    inputs = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0], [0, 1, 2, 3]], dtype=torch.int32)
+    inputs = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0], [-1, -1, -1, -1], [0, 1, 2, 3]], dtype=torch.int32)
     expected = graphs.hidden(inputs, 1, None)
 
     def out_of_memory(*_: object) -> None:
@@ -257,22 +263,62 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
 def test_a_lora_is_copied_for_a_graph_only_when_it_has_changed(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     decoder = open_decoder(tmp_path)
-    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
-    lora, spec = _lora(decoder, OTHER, 1), replace(OTHER, seed=0)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 64)
+    lora, other = _lora(decoder, OTHER, 1), _lora(decoder, OTHER, 2)
+    kind = common_spec([lora])
     table, positions = np.arange(4).reshape(2, 2), np.array([3, 70])
 
-    def run(own: LoraWeights) -> int:
-        """A step that is opened anew; how often the buffer was written until then."""
+    def run(*own: LoraWeights) -> int:
+        """A step that is opened anew; how often the slots were written until then."""
         with torch.inference_mode():
-            step = graphs.open(table, table[:, 0], positions, [LoraRows(0, 2, own)])
-            step.run(np.array([5, 6]), positions)
-        assert torch.equal(graphs._buffers[spec].flat, own.flat)
-        return graphs._buffers[spec].flat._version
+            step = graphs.open(table, table[:, 0], positions, [LoraRows(i, i + 1, lora) for i, lora in enumerate(own)])
+            step.run(np.array([5, 6])[: len(own)], positions[: len(own)])
+        assert kind is not None
+        return graphs._slots[kind].flat._version
 
-    first = run(lora)
-    assert run(lora) == first
+    first = run(lora, other)
+    assert run(lora, other) == first and run(lora) == first and run(other) == first
     with torch.no_grad():
         lora.flat.mul_(2.0)
-    second = run(lora)
+    second = run(lora, other)
     assert second > first
-    assert run(_lora(decoder, OTHER, 2)) > second
+    assert run(other, lora) == second
+    assert run(_lora(decoder, OTHER, 3)) > second
+
+
+@torch.inference_mode()
+def test_rows_that_enter_another_page_have_their_lora_copied_no_second_time(tmp_path: Path) -> None:
+    """Not even where torch does not count the changes of its weights."""
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 64)
+    lora = new_lora(decoder, OTHER)
+    kind = common_spec([lora])
+    assert lora.flat.is_inference() and kind is not None
+    table, positions, runs = np.arange(2).reshape(1, 2), np.array([PAGE_POSITIONS - 1]), [LoraRows(0, 1, lora)]
+    step = graphs.open(table, table[:, 0], positions, runs)
+    step.run(np.array([5]), positions)
+    copied = graphs._slots[kind].flat._version
+    assert not step.fits(positions + 1)
+    graphs.open(table, table[:, 0], positions + 1, runs, earlier=step).run(np.array([6]), positions + 1)
+    assert graphs._slots[kind].flat._version == copied
+    graphs.open(table, table[:, 0], positions + 1, runs).run(np.array([6]), positions + 1)
+    assert graphs._slots[kind].flat._version > copied
+
+
+def test_a_batch_is_cut_into_replays_of_few_enough_rows_and_loras(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    loras = [None, *(new_lora(decoder, LORA) for _ in range(2 * MAX_SLOTS))]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ends = np.cumsum(rng.integers(1, 40, int(rng.integers(1, 40)))).tolist()
+        chosen = rng.integers(0, len(loras), len(ends))
+        runs = [LoraRows(a, b, loras[n]) for a, b, n in zip([0, *ends], ends, chosen, strict=False)]
+        replays = cut_runs(runs, 64)
+        rows = [(row, run.weights) for replay in replays for run in replay for row in range(run.start, run.stop)]
+        assert rows == [(row, run.weights) for run in runs for row in range(run.start, run.stop)]
+        for replay in replays:
+            assert len({id(run.weights) for run in replay}) <= MAX_SLOTS
+            tiles = [-(-(run.stop - run.start) // 16) * 16 for run in replay]
+            assert sum(tiles[:-1]) + replay[-1].stop - replay[-1].start <= 64

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.cuda.attention import FlexPackedAttention
-from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepKernels
+from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, StepKernels
 from mint.engine.cuda.guarded_memory import GuardedMemory
+from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.cuda.self_check import FastPath, PathSource
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -34,13 +35,16 @@ FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured 
 NAMES = (FLEX, TRITON, CAPTURE, OPTIMIZER)
 
 RANK = 16
+SLOTS = 3
+"""Of loras. The first tile of rows has the last one, the next has none, the third has the first one, and so on."""
+
 ROWS = (1, 63, 65)
 SPLIT = SPLIT_PAGES * PAGE_POSITIONS
 LENGTHS = (1, PAGE_POSITIONS, PAGE_POSITIONS + 1, SPLIT, SPLIT + PAGE_POSITIONS - 1)
 """Keys of decoded rows."""
 
-WITH_LORA = ("heads", "swiglu", "add")
-"""Kernels that add a lora's part."""
+WITH_LORA = ("shrink", "heads", "swiglu", "add")
+"""Kernels of a lora's product."""
 
 SPANS = {
     "5 rows": [Span(0, 5)],
@@ -142,7 +146,7 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
     for count in counts:
         for rank in (0, RANK):
             for name, run in _kernel_runs(shapes, count, rank).items():
-                if rank and name not in WITH_LORA:
+                if (rank and name not in WITH_LORA) or (not rank and name == "shrink"):
                     continue
                 ways = partial(_guarded, run, kernels), partial(_guarded, run, plain)
                 yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, TOLERANCE[dtype])
@@ -166,8 +170,12 @@ def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[S
     def lora(parts: int, outputs: int) -> LoraPart | None:
         if not rank:
             return None
-        down, bs = _random(shapes, count, parts * rank, seed=5), _random(shapes, outputs, rank, seed=6)
-        return LoraPart(down, bs, 1 / rank)
+        down, bs = _random(shapes, count, parts * rank, seed=5), _random(shapes, SLOTS, outputs, rank, seed=6)
+        return LoraPart(down, bs, torch.linspace(0.5, 1.0, SLOTS, device=shapes.device) / rank, rows.slots)
+
+    def shrink(kernels: StepKernels) -> list[Tensor]:
+        a = _random(shapes, SLOTS, 3 * rank, shapes.hidden, seed=15) / math.sqrt(shapes.hidden)
+        return [kernels.shrink(x, a, rows.slots)]
 
     def norm(kernels: StepKernels) -> list[Tensor]:
         return list(kernels.norm(x, _random(shapes, shapes.hidden, seed=2), shapes.eps, dtype))
@@ -190,7 +198,7 @@ def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[S
         product = _random(shapes, count, shapes.hidden, seed=8, dtype=dtype)
         return [kernels.add(product, x, lora(1, shapes.hidden))]
 
-    return {"norm": norm, "heads": heads, "attend": attend, "swiglu": swiglu, "add": add}
+    return {"norm": norm, "shrink": shrink, "heads": heads, "attend": attend, "swiglu": swiglu, "add": add}
 
 
 def _context(shapes: Shapes, count: int) -> StepContext:
@@ -200,7 +208,8 @@ def _context(shapes: Shapes, count: int) -> StepContext:
         lengths[-1] = 0
     columns = -(-max(LENGTHS) // PAGE_POSITIONS)
     table = torch.randperm(count * columns, generator=torch.Generator().manual_seed(9)).view(columns, count)
-    inputs = torch.cat([torch.zeros(1, count, dtype=torch.int64), lengths[None] - 1, table]).int().to(shapes.device)
+    slots = torch.tensor([SLOTS - 1, -1, *range(SLOTS - 1)])[torch.arange(count) // TILE_ROWS % (SLOTS + 1)]
+    inputs = torch.stack([torch.zeros(count), lengths - 1, slots, *table]).int().to(shapes.device)
     angles = _random(shapes, max(LENGTHS) + 1, shapes.head_dim // 2, seed=10)
     splits = 1 << (math.ceil(columns / SPLIT_PAGES) - 1).bit_length()
     heads = shapes.query_heads, shapes.kv_heads, shapes.head_dim, shapes.side_by_side
@@ -210,7 +219,7 @@ def _context(shapes: Shapes, count: int) -> StepContext:
 def _planes(shapes: Shapes, rows: StepContext) -> list[Tensor]:
     """Keys and values; made empty first, which gives them guards."""
     side, dtype = shapes.side_by_side, _dtype(shapes)
-    shape = (rows.inputs[2:].numel(), shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
+    shape = (rows.inputs[FIRST_PAGE:].numel(), shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
     return [
         torch.empty(shape, dtype=dtype, device=shapes.device).copy_(_random(shapes, *shape, seed=seed, dtype=dtype))
         for seed in (11, 12)

@@ -1,27 +1,27 @@
 """A decoding step of fixed shapes, which a GPU replays as one CUDA graph.
 
-The rows of one lora (the usual case: a GRPO batch) are one replay, padded to the size of a bucket; a batch of several
-loras needs as many replays. What differs from step to step is in buffers at fixed addresses: tokens, positions, the
-pages of each row, the lora's weights. Graphs and buffers outlive batches. The logits are computed outside of the graph,
-because each graph would keep memory for them.
+The rows of a batch are one replay, padded to the size of a bucket, whatever loras they have: a row has the number of a
+slot that holds its lora (`cuda/lora_slots.py`). What differs from step to step is in buffers at fixed addresses:
+tokens, positions, slots, the pages of each row, the weights of loras. Graphs and buffers outlive batches. The logits
+are computed outside of the graph, because each graph would keep memory for them.
 
 Bits of a row: between products every row is treated alone (`cuda/kernels.py`), so no other row and no padding changes a
 bit. The products are cuBLAS's, which chooses its order of addition by the shape. Their shape is the bucket's. As long
-as the rows of one lora fit into one tile of a product, as those of the first bucket do, a row does not depend on the
+as the rows of a replay fit into one tile of a product, as those of the first bucket do, a row does not depend on the
 others. In larger buckets its last bits may, as in prefill and training on a GPU.
 
 Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
 tensors of torch's `meta` device, which refuse to be read back. Capture itself needs a GPU and has not been run on one.
 
 Letters: R rows · T rows of a bucket · C pages of a row · E hidden size · H all heads · Q query heads · D head dimension
-· I inner width · O outputs · S lora parts of one product · r rank · V vocabulary · N pages in all.
+· I inner width · O outputs · V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mint.engine.cuda.lora_slots import MAX_SLOTS, TILE_ROWS, LoraPart, LoraSlots, common_spec
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
@@ -46,25 +47,19 @@ BUCKETS = (64, 128, 256, 512)
 SPLIT_PAGES = 4
 """Attention adds so many pages of a row one after another; a longer row is split into parts that run in parallel."""
 
+FIRST_PAGE = 3
+"""Where the pages begin in the inputs of a step."""
+
 MAX_GRAPHS = 48
 """One graph more, and the one that was not used for the longest time is thrown away."""
-
-
-@dataclass(frozen=True)
-class LoraPart:
-    """The second half of a lora's product at a site: `scale · down · bs.T`, part by part."""
-
-    down: Tensor  # [T, S·r], float32
-    bs: Tensor  # [O, r], float32
-    scale: float
 
 
 @dataclass(frozen=True)
 class StepContext:
     """What all layers of a step share.
 
-    `inputs` int32 [2 + C, T] are tokens, positions (-1: padding) and pages in order; cos and sin [positions, D / 2];
-    attention runs over `splits` of `SPLIT_PAGES` pages.
+    `inputs` int32 [3 + C, T] are tokens, positions (-1: padding), slots of loras (-1: none) and pages in order; cos and
+    sin [positions, D / 2]; attention runs over `splits` of `SPLIT_PAGES` pages.
     """
 
     inputs: Tensor
@@ -77,12 +72,21 @@ class StepContext:
     eps: float
     splits: int
 
+    @property
+    def slots(self) -> Tensor:
+        """Those of the rows [T]."""
+        return self.inputs[2]
+
 
 class StepKernels(Protocol):
     """The operations between a step's products; `TritonKernels` says the shapes."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """RMS norm, in float32 and in `dtype`."""
+        ...
+
+    def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
+        """The first half of the loras' product: each row of x times `a[slot].T`; zeros for a slot of -1."""
         ...
 
     def heads(
@@ -111,12 +115,19 @@ class StepKernels(Protocol):
 
 
 def run_layers(
-    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepContext, lora: LoraWeights | None
+    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepContext, loras: LoraSlots | None
 ) -> Tensor:
     """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
     weights = decoder.weights
     dtype = decoder.dtype
     eps = rows.eps
+
+    def part(site: str, own: Tensor) -> LoraPart | None:
+        held = None if loras is None else loras.sites.get(site)
+        if held is None:
+            return None
+        return LoraPart(kernels.shrink(own, held.a, rows.slots), held.bs, held.scales, rows.slots)
+
     x = decoder.operations.take_rows(weights.embedding, rows.inputs[0], decoder.config.scales.embedding)
     for index, layer in enumerate(weights.layers):
         mixer = layer.mixer
@@ -127,32 +138,23 @@ def run_layers(
             raise ValueError(f"layer {index} lacks a norm, and such steps are not captured")
         wide, narrow = kernels.norm(x, layer.attention_norm, eps, dtype)
         product = F.linear(narrow, mixer.qkv.dense())
-        queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), mixer, rows, keys, values)
+        queries = kernels.heads(product, part(f"{index}.qkv", wide), mixer, rows, keys, values)
         wide, narrow = kernels.attend(queries, rows, keys, values)
-        x = kernels.add(F.linear(narrow, mixer.o.dense()), x, _part(lora, f"{index}.o", wide))
+        x = kernels.add(F.linear(narrow, mixer.o.dense()), x, part(f"{index}.o", wide))
         wide, narrow = kernels.norm(x, layer.mlp_norm, eps, dtype)
         product = F.linear(narrow, layer.mlp.gate_up.dense())
-        wide, narrow = kernels.swiglu(product, _part(lora, f"{index}.gate_up", wide))
-        x = kernels.add(F.linear(narrow, layer.mlp.down.dense()), x, _part(lora, f"{index}.down", wide))
+        wide, narrow = kernels.swiglu(product, part(f"{index}.gate_up", wide))
+        x = kernels.add(F.linear(narrow, layer.mlp.down.dense()), x, part(f"{index}.down", wide))
     return kernels.norm(x, weights.final_norm, eps, torch.float32)[0]
-
-
-def _part(lora: LoraWeights | None, name: str, x: Tensor) -> LoraPart | None:
-    site = None if lora is None else lora.sites.get(name)
-    if lora is None or site is None:
-        return None
-    # The b matrices of a site are contiguous.
-    bs = site.bs[0].as_strided((sum(len(b) for b in site.bs), site.bs[0].shape[1]), site.bs[0].stride())
-    return LoraPart(x @ site.a.t(), bs, lora.scale)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a graph is captured for: any weights of a lora of this spec."""
+    """What a graph is captured for: any loras in slots of this kind."""
 
     rows: int
     splits: int
-    lora: LoraSpec | None
+    kind: LoraSpec | None
 
 
 class StepGraphs:
@@ -174,12 +176,10 @@ class StepGraphs:
         self._kernels = kernels
         self._capture = capture
         self.columns = -(-decoder.config.max_position_embeddings // PAGE_POSITIONS)
-        self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
+        self._inputs = torch.zeros((FIRST_PAGE + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # By spec: the buffers that graphs read, and the lora whose weights are in them, with their version.
-        self._buffers: dict[LoraSpec, LoraWeights] = {}
-        self._loaded: dict[LoraSpec, tuple[LoraWeights, int | None]] = {}
+        self._slots: dict[LoraSpec, LoraSlots] = {}
 
     def open(
         self,
@@ -191,54 +191,54 @@ class StepGraphs:
         states: np.ndarray | None = None,
     ) -> GraphStep:
         """See `DecodeSteps`."""
-        # Weights may have changed in place since, and such a tensor does not say so.
-        self._loaded = {spec: own for spec, own in self._loaded.items() if own[1] is not None}
+        if earlier is None:  # a step that goes on has the same weights
+            for slots in self._slots.values():
+                slots.forget_uncounted()
         return GraphStep(self, table, positions, loras)
 
-    def hidden(self, inputs: Tensor, splits: int, lora: LoraWeights | None) -> Tensor:
-        """Final hidden states [T, E] after `inputs` [2 + C, T] of a bucket's size, C of them filled; valid until the
-        next call."""
+    def place(self, kind: LoraSpec | None, loras: Sequence[LoraWeights]) -> list[int]:
+        """The slots of these different loras, which are of this kind, for the next call of `hidden`."""
+        if kind is None:
+            return [-1] * len(loras)
+        slots = self._slots.get(kind)
+        if slots is None or slots.count < len(loras):
+            self._captured = {shape: graph for shape, graph in self._captured.items() if shape.kind != kind}
+            count = 1 << (len(loras) - 1).bit_length()
+            # A tensor made in inference mode could not be written outside of it.
+            with torch.inference_mode(mode=False):
+                slots = self._slots[kind] = LoraSlots(self.decoder.sites(kind), kind, count, self.decoder.device)
+        return slots.place(loras)
+
+    def hidden(self, inputs: Tensor, splits: int, kind: LoraSpec | None) -> Tensor:
+        """Final hidden states [T, E] after `inputs` [3 + C, T] of a bucket's size, C of them filled; valid until the
+        next call. The loras of this kind are in their slots."""
         width, count = inputs.shape
         self._inputs[:width, :count].copy_(inputs)
-        shape = _Shape(count, splits, None if lora is None else replace(lora.spec, seed=0))
+        shape = _Shape(count, splits, kind)
         if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
             self._drop_oldest()
-        buffer = None if lora is None or shape.lora is None else self._load(shape.lora, lora)
         if not self._capture:
-            return self._run(shape, buffer)
+            return self._run(shape)
         if shape not in self._captured:
             try:
-                self._captured[shape] = self._record(shape, buffer)
+                self._captured[shape] = self._record(shape)
             except RuntimeError as error:  # also that memory ran out
                 log.warning("decoding without CUDA graphs from now on, because a step could not be captured: %s", error)
                 self._capture = False
                 self._captured.clear()
-                return self._run(shape, buffer)
+                return self._run(shape)
         graph, hidden = self._captured[shape] = self._captured.pop(shape)  # the last is the one used last
         graph.replay()
         return hidden
 
     def _drop_oldest(self) -> None:
-        """Throws away the graph that was not used for the longest time, and the buffers that no other graph reads."""
+        """Throws away the graph that was not used for the longest time, and slots that no other graph reads."""
         oldest = next(iter(self._captured))
         del self._captured[oldest]
-        if oldest.lora is not None and not any(shape.lora == oldest.lora for shape in self._captured):
-            self._buffers.pop(oldest.lora, None)
-            self._loaded.pop(oldest.lora, None)
+        if oldest.kind is not None and not any(shape.kind == oldest.kind for shape in self._captured):
+            self._slots.pop(oldest.kind, None)
 
-    def _load(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
-        """The buffers for loras of this spec, with the weights of `lora` in them."""
-        if spec not in self._buffers:
-            # A tensor made in inference mode could not be written outside of it.
-            with torch.inference_mode(mode=False):
-                self._buffers[spec] = LoraWeights(self.decoder.sites(spec), spec, self.decoder.device)
-        held, version = self._loaded.get(spec, (None, None))
-        if held is not lora or version != _version_of(lora):
-            self._buffers[spec].flat.copy_(lora.flat.detach())
-            self._loaded[spec] = lora, _version_of(lora)
-        return self._buffers[spec]
-
-    def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
+    def _run(self, shape: _Shape) -> Tensor:
         decoder, cache = self.decoder, self.cache
         config = decoder.config
         cos, sin = decoder.rope_tables[config.ropes[0]]
@@ -253,41 +253,50 @@ class StepGraphs:
             eps=config.rms_norm_eps,
             splits=shape.splits,
         )
-        return run_layers(decoder, self._kernels, cache, rows, lora)
+        loras = None if shape.kind is None else self._slots[shape.kind]
+        return run_layers(decoder, self._kernels, cache, rows, loras)
 
-    def _record(self, shape: _Shape, lora: LoraWeights | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, shape: _Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures a graph. A run on a side stream comes first, because what libraries set up at a first call must not
         be captured; the replay that follows writes the same keys and values again."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            self._run(shape, lora)
+            self._run(shape)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: the result of a graph is read before another graph is replayed.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._run(shape, lora)
+            hidden = self._run(shape)
         return graph, hidden
-
-
-def _version_of(lora: LoraWeights) -> int | None:
-    """What changes whenever the weights do; None where torch does not count, in inference mode."""
-    return None if lora.flat.is_inference() else lora.flat._version
 
 
 @dataclass(frozen=True)
 class _GraphRows:
-    """Rows `start:stop` of the batch, in `columns` of the step's inputs."""
+    """Rows of the batch that are one replay, in `columns` of the step's inputs; row `start + i` is in the column
+    `places[i]` of these.
+
+    `runs` are the loras of the columns, and `numbers` [T] say which of `loras` a column has (-1: none).
+    """
 
     start: int
-    stop: int
     columns: slice
+    places: np.ndarray
     splits: int
-    lora: LoraWeights | None
+    kind: LoraSpec | None
+    loras: list[LoraWeights]
+    numbers: np.ndarray
+    runs: list[LoraRows]
+    taken: Tensor | None
+    """`places` on the device; None where these are the first columns."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.places)
 
 
 class GraphStep:
-    """`DecodeStep` by graphs: one replay for each lora, and for each of the largest bucket's rows."""
+    """`DecodeStep` by graphs: one replay for the rows of the largest bucket and `MAX_SLOTS` loras."""
 
     def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
         """See `DecodeSteps.open`."""
@@ -295,21 +304,45 @@ class GraphStep:
         self._columns = positions // PAGE_POSITIONS
         self._parts: list[_GraphRows] = []
         width = 0
-        for run in loras:
-            for start in range(run.start, run.stop, graphs.buckets[-1]):
-                stop = min(run.stop, start + graphs.buckets[-1])
-                size = next(bucket for bucket in graphs.buckets if bucket >= stop - start)
-                splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_PAGES)
-                columns = slice(width, width + size)
-                self._parts.append(_GraphRows(start, stop, columns, 1 << (splits - 1).bit_length(), run.weights))
-                width += size
-        self._places = np.concatenate(
-            [np.arange(p.columns.start, p.columns.start + p.stop - p.start) for p in self._parts]
-        )
+        for runs in cut_runs(loras, graphs.buckets[-1]):
+            self._parts.append(self._lay_out(runs, width))
+            width = self._parts[-1].columns.stop
         used = min(table.shape[1], graphs.columns)
-        inputs = np.zeros((2 + used, width), np.int32)
-        inputs[2:, self._places] = table[:, :used].T
+        inputs = np.zeros((FIRST_PAGE + used, width), np.int32)
+        for part in self._parts:
+            inputs[FIRST_PAGE:, part.columns.start + part.places] = table[part.start : part.stop, :used].T
         self._inputs = upload(graphs.decoder.device, inputs)[0]
+
+    def _lay_out(self, runs: Sequence[LoraRows], width: int) -> _GraphRows:
+        """Each run begins at a multiple of `TILE_ROWS`; the replay begins at the column `width` of the inputs."""
+        graphs = self._graphs
+        firsts, end = [], 0
+        for run in runs:
+            firsts.append(-(-end // TILE_ROWS) * TILE_ROWS)
+            end = firsts[-1] + run.stop - run.start
+        size = next(bucket for bucket in graphs.buckets if bucket >= end)
+        loras = list(dict.fromkeys(run.weights for run in runs if run.weights is not None))
+        numbers = np.full(size, -1)
+        places, covers = [], []
+        for run, first, following in zip(runs, firsts, [*firsts[1:], size], strict=True):
+            places.append(np.arange(first, first + run.stop - run.start))
+            covers.append(LoraRows(first, following, run.weights))
+            if run.weights is not None:
+                numbers[first:following] = loras.index(run.weights)
+        start, stop = runs[0].start, runs[-1].stop
+        splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_PAGES)
+        joined = np.concatenate(places)
+        return _GraphRows(
+            start=start,
+            columns=slice(width, width + size),
+            places=joined,
+            splits=1 << (splits - 1).bit_length(),
+            kind=common_spec(loras),
+            loras=loras,
+            numbers=numbers,
+            runs=covers,
+            taken=None if len(runs) == 1 else upload(graphs.decoder.device, joined)[0],
+        )
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their pages."""
@@ -319,15 +352,36 @@ class GraphStep:
         """Captured models have no delta nets."""
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Logits [R, V]; one transfer to the device, and none back."""
-        decoder = self._graphs.decoder
-        own = np.full((2, self._inputs.shape[1]), -1, np.int32)
-        own[0] = 0
-        own[:, self._places] = tokens, positions
-        self._inputs[:2].copy_(upload(decoder.device, own)[0])
+        """Logits [R, V]; one transfer to the device for each replay, and none back."""
+        graphs = self._graphs
         logits = []
         for part in self._parts:
-            hidden = self._graphs.hidden(self._inputs[:, part.columns], part.splits, part.lora)
-            found = decoder.logits(hidden, [LoraRows(0, len(hidden), part.lora)])
-            logits.append(found[: part.stop - part.start])
+            slots = np.array([*graphs.place(part.kind, part.loras), -1])
+            own = np.zeros((FIRST_PAGE, len(part.numbers)), np.int32)
+            own[1], own[2] = -1, slots[part.numbers]
+            own[:2, part.places] = tokens[part.start : part.stop], positions[part.start : part.stop]
+            inputs = self._inputs[:, part.columns]
+            inputs[:FIRST_PAGE].copy_(upload(graphs.decoder.device, own)[0])
+            hidden = graphs.hidden(inputs, part.splits, part.kind)
+            found = graphs.decoder.logits(hidden, part.runs)
+            logits.append(found[: len(part.places)] if part.taken is None else found.index_select(0, part.taken))
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+
+def cut_runs(loras: Sequence[LoraRows], most: int) -> list[list[LoraRows]]:
+    """The runs of a batch, in order, cut into replays of up to `most` columns and `MAX_SLOTS` loras."""
+    replays: list[list[LoraRows]] = []
+    end = 0
+    for run in loras:
+        for start in range(run.start, run.stop, most):
+            own = LoraRows(start, min(run.stop, start + most), run.weights)
+            count = own.stop - own.start
+            first = -(-end // TILE_ROWS) * TILE_ROWS
+            others = {id(other.weights) for other in replays[-1]} if replays else set()
+            if not replays or first + count > most or len(others | {id(own.weights)}) > MAX_SLOTS:
+                replays.append([own])
+                end = count
+            else:
+                replays[-1].append(own)
+                end = first + count
+    return replays

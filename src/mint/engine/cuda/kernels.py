@@ -6,24 +6,32 @@ rows, of padding rows and of splits changes no bit. Tested without a GPU: agains
 has no products of bfloat16 and was given float16 instead, and by compiling for an H100.
 
 Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
-by side · D head dimension · I inner width · O outputs · r rank · C pages of a row.
+by side · D head dimension · I inner width · O outputs · L slots of loras · S lora parts of one product · r rank · C
+pages of a row.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext
+from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext
+from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.weights import AttentionWeights
 
-ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 64
-"""Entries of a product that one program computes. Products within kernels need at least 16 rows."""
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = TILE_ROWS, 64
+"""Entries of a product that one program computes. Products within kernels need at least 16 rows, and the rows of a
+program have one lora."""
+
+RANKS_AT_ONCE, INPUTS_AT_ONCE = 16, 64
+"""Those of the first half of a lora's product, and the inputs that it adds at a time."""
 
 
 class TritonKernels:
@@ -35,6 +43,26 @@ class TritonKernels:
         width = x.shape[1]
         _norm[(len(x),)](x, weight, wide, narrow, eps, width, triton.next_power_of_2(width))
         return wide, narrow
+
+    def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
+        """x [T, I] times, row by row, `a[slot].T` of a [L, S·r, I]: float32 [T, S·r]."""
+        count, inner = x.shape
+        ranks = a.shape[1]
+        down = x.new_empty(count, ranks)
+        _shrink[(triton.cdiv(count, ROWS_AT_ONCE), triton.cdiv(ranks, RANKS_AT_ONCE))](
+            x=x,
+            a=a,
+            slots=slots,
+            down=down,
+            count=count,
+            inner=inner,
+            ranks=ranks,
+            slot_size=a.stride(0),
+            ROWS=ROWS_AT_ONCE,
+            RANKS=RANKS_AT_ONCE,
+            INPUTS=INPUTS_AT_ONCE,
+        )
+        return down
 
     def heads(
         self,
@@ -48,12 +76,11 @@ class TritonKernels:
         """Queries [T, Q, D] of product [T, H·D]; keys and values go into their pages."""
         count, dim = len(product), rows.head_dim
         queries = product.new_empty(count, rows.query_heads, dim)
-        down, bs, scale, rank = _parts(lora, product)
+        parts = _parts(lora, product)
         absent = product
         _heads[(triton.cdiv(count, ROWS_AT_ONCE), rows.query_heads + 2 * rows.kv_heads)](
             product=product,
-            down=down,
-            bs=bs,
+            **parts.tensors,
             bias=absent if weights.qkv_bias is None else weights.qkv_bias,
             norms=absent if weights.head_norms is None else weights.head_norms,
             cos=rows.cos,
@@ -63,7 +90,6 @@ class TritonKernels:
             keys=keys,
             values=values,
             eps=rows.eps,
-            scale=scale,
             count=count,
             stride=rows.inputs.stride(0),
             page_size=keys.stride(0),
@@ -72,12 +98,13 @@ class TritonKernels:
             DIM=dim,
             SIDE=rows.side_by_side,
             PAGE_POSITIONS=PAGE_POSITIONS,
-            RANK=rank,
+            FIRST_PAGE=FIRST_PAGE,
+            RANK=parts.rank,
             BIASED=weights.qkv_bias is not None,
             NORMED=weights.head_norms is not None,
             ROWS=ROWS_AT_ONCE,
             HALF=max(16, triton.next_power_of_2(dim // 2)),
-            RANKS=_padded(rank),
+            RANKS=_padded(parts.rank),
         )
         return queries
 
@@ -86,15 +113,15 @@ class TritonKernels:
         count, heads, dim = queries.shape
         wide, narrow = _pair((count, heads * dim), queries.device, queries.dtype)
         groups, splits = heads // rows.kv_heads, rows.splits
-        parts = wide
+        partial = wide
         if splits > 1:
-            parts = torch.empty(count * rows.kv_heads * splits * groups * (dim + 2), device=queries.device)
+            partial = torch.empty(count * rows.kv_heads * splits * groups * (dim + 2), device=queries.device)
         _attend[(count, rows.kv_heads, splits)](
             queries=queries,
             keys=keys,
             values=values,
             inputs=rows.inputs,
-            parts=parts,
+            parts=partial,
             wide=wide,
             narrow=narrow,
             scale=1 / math.sqrt(dim),
@@ -105,6 +132,7 @@ class TritonKernels:
             DIM=dim,
             SIDE=rows.side_by_side,
             PAGE_POSITIONS=PAGE_POSITIONS,
+            FIRST_PAGE=FIRST_PAGE,
             SPLIT_PAGES=SPLIT_PAGES,
             SINGLE=splits == 1,
             QUERIES=_padded(groups),
@@ -112,7 +140,7 @@ class TritonKernels:
         )
         if splits > 1:
             _merge[(count, rows.kv_heads)](
-                parts=parts,
+                parts=partial,
                 inputs=rows.inputs,
                 wide=wide,
                 narrow=narrow,
@@ -131,20 +159,18 @@ class TritonKernels:
         """`silu(gate) · up` [T, I] of product [T, 2·I], in float32 and in its dtype."""
         count, inner = len(product), product.shape[1] // 2
         wide, narrow = _pair((count, inner), product.device, product.dtype)
-        down, bs, scale, rank = _parts(lora, product)
+        parts = _parts(lora, product)
         _swiglu[_tiles(count, inner)](
             product=product,
-            down=down,
-            bs=bs,
+            **parts.tensors,
             wide=wide,
             narrow=narrow,
-            scale=scale,
             count=count,
             inner=inner,
-            RANK=rank,
+            RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=_padded(rank),
+            RANKS=_padded(parts.rank),
         )
         return wide, narrow
 
@@ -152,20 +178,18 @@ class TritonKernels:
         """`residual` [T, O] plus `product` [T, O] and the lora's part, in float32."""
         count, outputs = product.shape
         out = torch.empty_like(residual)
-        down, bs, scale, rank = _parts(lora, product)
+        parts = _parts(lora, product)
         _add[_tiles(count, outputs)](
             product=product,
             residual=residual,
-            down=down,
-            bs=bs,
+            **parts.tensors,
             out=out,
-            scale=scale,
             count=count,
             outputs=outputs,
-            RANK=rank,
+            RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=_padded(rank),
+            RANKS=_padded(parts.rank),
         )
         return out
 
@@ -176,9 +200,21 @@ def _pair(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> t
     return wide, wide if dtype == torch.float32 else torch.empty(shape, dtype=dtype, device=device)
 
 
-def _parts(lora: LoraPart | None, absent: Tensor) -> tuple[Tensor, Tensor, float, int]:
-    """`down`, `bs`, scale and rank. Without a lora the rank is 0, and `absent` stands for both tensors."""
-    return (absent, absent, 0.0, 0) if lora is None else (lora.down, lora.bs, lora.scale, lora.bs.shape[1])
+@dataclass(frozen=True)
+class _Parts:
+    """The arguments of a kernel for the loras."""
+
+    tensors: dict[str, Any]
+    rank: int
+
+
+def _parts(lora: LoraPart | None, absent: Tensor) -> _Parts:
+    """Without a lora the rank is 0, and `absent` stands for the tensors."""
+    names = ("down", "bs", "scales", "slots")
+    if lora is None:
+        return _Parts(dict.fromkeys(names, absent) | {"slot_size": 0}, 0)
+    tensors = {name: getattr(lora, name) for name in names}
+    return _Parts(tensors | {"slot_size": lora.bs.stride(0)}, lora.bs.shape[2])
 
 
 def _padded(size: int) -> int:
@@ -190,15 +226,64 @@ def _tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _lora_tile(down, bs, rows, real, width, columns, within, part, scale, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """scale · down · bs.T for a tile: rows of `down` [T, width], of which part `part`, and rows `columns` of `bs`."""
+def _shrink(
+    x,
+    a,
+    slots,
+    down,
+    count,
+    inner,
+    ranks,
+    slot_size,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    real, known = rows < count, rank < ranks
+    slot = tl.load(slots + tl.program_id(0) * ROWS)
+    own = a + slot.to(tl.int64) * slot_size
+    total = tl.zeros([ROWS, RANKS], tl.float32)
+    if slot >= 0:
+        for start in range(0, inner, INPUTS):
+            inputs = start + tl.arange(0, INPUTS)
+            within = inputs < inner
+            left = tl.load(x + rows[:, None] * inner + inputs[None, :], mask=real[:, None] & within[None, :], other=0.0)
+            right = tl.load(
+                own + rank[None, :] * inner + inputs[:, None], mask=known[None, :] & within[:, None], other=0.0
+            )
+            total += tl.dot(left, right, input_precision="ieee")
+    tl.store(down + rows[:, None] * ranks + rank[None, :], total, mask=real[:, None] & known[None, :])
+
+
+@triton.jit
+def _lora_tile(
+    down,
+    bs,
+    scales,
+    slots,
+    slot_size,
+    rows,
+    real,
+    width,
+    columns,
+    within,
+    part,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """scale · down · bs.T for a tile: rows of `down` [T, width], of which part `part`, and rows `columns` of the bs in
+    the slot of the tile's first row."""
+    slot = tl.load(slots + tl.program_id(0) * rows.shape[0])
     ranks = tl.arange(0, RANKS)
-    known = ranks < RANK
+    known = ranks < tl.where(slot >= 0, RANK, 0)
     left = tl.load(
         down + rows[:, None] * width + part * RANK + ranks[None, :], mask=real[:, None] & known[None, :], other=0.0
     )
-    right = tl.load(bs + columns[None, :] * RANK + ranks[:, None], mask=known[:, None] & within[None, :], other=0.0)
-    return scale * tl.dot(left, right, input_precision="ieee")
+    own = bs + slot.to(tl.int64) * slot_size
+    right = tl.load(own + columns[None, :] * RANK + ranks[:, None], mask=known[:, None] & within[None, :], other=0.0)
+    return tl.load(scales + tl.maximum(slot, 0)) * tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
@@ -217,6 +302,9 @@ def _heads(
     product,
     down,
     bs,
+    scales,
+    slots,
+    slot_size,
     bias,
     norms,
     cos,
@@ -226,7 +314,6 @@ def _heads(
     keys,
     values,
     eps,
-    scale,
     count,
     stride,
     page_size,
@@ -235,6 +322,7 @@ def _heads(
     DIM: tl.constexpr,
     SIDE: tl.constexpr,
     PAGE_POSITIONS: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
     RANK: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
@@ -253,8 +341,10 @@ def _heads(
     second = tl.load(product + place + DIM // 2, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
         part = (head >= QUERY_HEADS).to(tl.int32) + (head >= QUERY_HEADS + KV_HEADS).to(tl.int32)
-        first += _lora_tile(down, bs, rows, real, 3 * RANK, column, within, part, scale, RANK, RANKS)
-        second += _lora_tile(down, bs, rows, real, 3 * RANK, column + DIM // 2, within, part, scale, RANK, RANKS)
+        first += _lora_tile(down, bs, scales, slots, slot_size, rows, real, 3 * RANK, column, within, part, RANK, RANKS)
+        second += _lora_tile(
+            down, bs, scales, slots, slot_size, rows, real, 3 * RANK, column + DIM // 2, within, part, RANK, RANKS
+        )
     if BIASED:
         first += tl.load(bias + column, mask=within, other=0.0)[None, :]
         second += tl.load(bias + column + DIM // 2, mask=within, other=0.0)[None, :]
@@ -280,7 +370,9 @@ def _heads(
     else:
         kv = (head - QUERY_HEADS) % KV_HEADS
         used = used & real
-        page = tl.load(inputs + (2 + position // PAGE_POSITIONS) * stride + rows, mask=used, other=0).to(tl.int64)
+        page = tl.load(inputs + (FIRST_PAGE + position // PAGE_POSITIONS) * stride + rows, mask=used, other=0).to(
+            tl.int64
+        )
         start = (
             page * page_size
             + ((kv // SIDE) * PAGE_POSITIONS + position % PAGE_POSITIONS) * (SIDE * DIM)
@@ -313,6 +405,7 @@ def _attend(
     DIM: tl.constexpr,
     SIDE: tl.constexpr,
     PAGE_POSITIONS: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     SINGLE: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -334,7 +427,7 @@ def _attend(
     inside = keys_of_page[:, None] * (SIDE * DIM) + dims[None, :]
     for index in range(SPLIT_PAGES):  # of constant length, so that the loads are pipelined
         column = split * SPLIT_PAGES + index
-        page = tl.load(inputs + (2 + column) * stride + row, mask=column * PAGE_POSITIONS < length, other=0)
+        page = tl.load(inputs + (FIRST_PAGE + column) * stride + row, mask=column * PAGE_POSITIONS < length, other=0)
         start = page.to(tl.int64) * page_size + offset
         seen = column * PAGE_POSITIONS + keys_of_page < length
         loaded = seen[:, None] & (dims < DIM)[None, :]
@@ -411,9 +504,11 @@ def _swiglu(
     product,
     down,
     bs,
+    scales,
+    slots,
+    slot_size,
     wide,
     narrow,
-    scale,
     count,
     inner,
     RANK: tl.constexpr,
@@ -429,8 +524,10 @@ def _swiglu(
     gate = tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(product + place + inner, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
-        gate += _lora_tile(down, bs, rows, real, 2 * RANK, columns, within, 0, scale, RANK, RANKS)
-        up += _lora_tile(down, bs, rows, real, 2 * RANK, columns + inner, within, 1, scale, RANK, RANKS)
+        gate += _lora_tile(down, bs, scales, slots, slot_size, rows, real, 2 * RANK, columns, within, 0, RANK, RANKS)
+        up += _lora_tile(
+            down, bs, scales, slots, slot_size, rows, real, 2 * RANK, columns + inner, within, 1, RANK, RANKS
+        )
     mixed = gate / (1.0 + tl.exp(-gate)) * up
     place = rows[:, None] * inner + columns[None, :]
     tl.store(wide + place, mixed, mask=mask)
@@ -443,8 +540,10 @@ def _add(
     residual,
     down,
     bs,
+    scales,
+    slots,
+    slot_size,
     out,
-    scale,
     count,
     outputs,
     RANK: tl.constexpr,
@@ -460,5 +559,5 @@ def _add(
     total = tl.load(residual + place, mask=mask, other=0.0)
     total += tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
-        total += _lora_tile(down, bs, rows, real, RANK, columns, within, 0, scale, RANK, RANKS)
+        total += _lora_tile(down, bs, scales, slots, slot_size, rows, real, RANK, columns, within, 0, RANK, RANKS)
     tl.store(out + place, total, mask=mask)

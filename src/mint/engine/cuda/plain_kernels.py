@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import LoraPart, StepContext
+from mint.engine.cuda.graph_step import FIRST_PAGE, StepContext
+from mint.engine.cuda.lora_slots import LoraPart
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.weights import AttentionWeights
 
@@ -24,6 +25,10 @@ class PlainKernels:
         own = x.to(self.wide)
         out = own * (own.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
         return out, out.to(dtype)
+
+    def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
+        own = a.to(self.wide)[slots.clamp(min=0)]
+        return torch.where(slots[:, None] >= 0, torch.einsum("ti,tri->tr", x.to(self.wide), own), 0.0)
 
     def heads(
         self,
@@ -54,7 +59,7 @@ class PlainKernels:
         return turned[:, : rows.query_heads].to(product.dtype)
 
     def attend(self, queries: Tensor, rows: StepContext, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        table, positions = rows.inputs[2:].T, rows.inputs[1]
+        table, positions = rows.inputs[FIRST_PAGE:].T, rows.inputs[1]
         key, value = (self._read(plane, table, rows) for plane in (keys, values))
         groups = rows.query_heads // rows.kv_heads
         query = queries.to(self.wide).unflatten(1, (rows.kv_heads, groups))
@@ -77,14 +82,16 @@ class PlainKernels:
         return out if lora is None else out + self._lora(lora, [out.shape[1]])
 
     def _lora(self, lora: LoraPart, outputs: list[int]) -> Tensor:
+        slots = lora.slots.clamp(min=0)
         downs = lora.down.to(self.wide).chunk(len(outputs), -1)
-        parts = zip(downs, lora.bs.to(self.wide).split(outputs), strict=True)
-        return lora.scale * torch.cat([down @ b.T for down, b in parts], -1)
+        bs = lora.bs.to(self.wide)[slots].split(outputs, dim=1)
+        found = torch.cat([torch.einsum("tr,tor->to", down, b) for down, b in zip(downs, bs, strict=True)], -1)
+        return torch.where(lora.slots[:, None] >= 0, lora.scales.to(self.wide)[slots, None] * found, 0.0)
 
     def _write(self, plane: Tensor, own: Tensor, rows: StepContext) -> None:
         """`own` [T, K, D] into plane [N, K/J, PAGE_POSITIONS, J·D]; padding rows write what the first row writes."""
         positions = rows.inputs[1].long()
-        pages = rows.inputs[2:].gather(0, (positions.clamp(min=0) // PAGE_POSITIONS)[None])[0].long()
+        pages = rows.inputs[FIRST_PAGE:].gather(0, (positions.clamp(min=0) // PAGE_POSITIONS)[None])[0].long()
         real = (positions >= 0)[:, None]
         parts = pages[:, None] * plane.shape[1] + torch.arange(plane.shape[1], device=plane.device)
         places = parts * PAGE_POSITIONS + positions[:, None] % PAGE_POSITIONS
