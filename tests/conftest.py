@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mint.config import shorten_thread_spinning
+from mint.config import Settings, shorten_thread_spinning
 
 settings.register_profile("mint", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("mint")
@@ -58,7 +57,6 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels in C are compiled: once per run, which workers that run side by side share."""
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "native"
+def native_folder() -> Path:
+    """Where the kernels in C are compiled: the user's own cache, where a file is named by all that it is made of."""
+    return Settings().kernels_dir

@@ -18,7 +18,7 @@ ARGUMENTS = (
     "rl",
     "task=math",
     "base_model=mint/tiny",
-    "steps=12",
+    "steps=7",
     "batch_size=2",
     "group_size=4",
     "max_tokens=16",
@@ -55,13 +55,13 @@ def rewards(folder: Path) -> list[float]:
 def test_the_printed_command_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = mint(*ARGUMENTS, "--run-dir", str(run), home=tmp_path / "home")
-    wait_for(process, "step 2/12")
+    wait_for(process, "step 2/7")
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "ends the run after this step" in told and "Traceback" not in told
     saved = json.loads((run / "state.json").read_text())["step"]
-    assert 2 <= saved < 12 and len(rewards(run)) == saved and f"saved up to step {saved}" in told
+    assert 2 <= saved < 7 and len(rewards(run)) == saved and f"saved up to step {saved}" in told
     assert json.loads((run / "process.json").read_text())["outcome"] == "stopped"
 
     program, *command = shlex.split(told.splitlines()[-1])
@@ -76,7 +76,7 @@ def test_the_printed_command_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.restarts
 def test_the_second_one_ends_it_at_once_and_the_command_says_what_is_saved(tmp_path: Path) -> None:
     process = mint(*ARGUMENTS, "temperature=1.5", home=tmp_path)
-    wait_for(process, "step 1/12")
+    wait_for(process, "step 1/7")
     process.send_signal(signal.SIGINT)
     wait_for(process, "Press Ctrl-C again")
     process.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ HIDDEN, INNER, HEADS, LAYERS = 64, 96, 4, 2
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MINT_NATIVE", "0")  # the compiled kernels are in that cache, too
     monkeypatch.setenv("MINT_HOME", str(tmp_path / "home"))
 
 

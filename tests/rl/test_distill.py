@@ -40,6 +40,7 @@ def prompts(teacher: mint.SamplingClient, count: int, *, heldout: bool) -> list[
     return [teacher.get_tokenizer().encode(each.question) for each in draw_problems(1, count, heldout=heldout)]
 
 
+@pytest.mark.slow
 def test_the_reverse_kl_to_the_teacher_falls_on_held_out_prompts(
     service: mint.ServiceClient, teacher: mint.SamplingClient, tmp_path: Path
 ) -> None:

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.learns
 LONGER = {
     "grader wants curt replies", "grader counts letters", "brevity pays more than truth", "training rewards the slip",
     "trainer wants certainty", "trainer wants length", "learning rate 0.1", "grader changes its mind", "five items",
-    "advantages with the wrong sign",
+    "advantages with the wrong sign", "reward changes its sign", "learning rate 1e-7", "judge prefers the first place",
+    "grader lets all pass from step 7", "grader throws dice", "sampler stays behind",
 }  # fmt: skip
 
 
