@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class NativeLoras:
         (count, inputs) = x.shape
         outputs = out.shape[1]
         rank = lora.bs[0].shape[1]
-        places, widths = _places(lora.bs)
+        places, widths = places_of(lora.bs)
         self._library.add_lora(
             count,
             count * (inputs * len(lora.a) + outputs * rank),
@@ -60,10 +61,9 @@ class NativeLoras:
         outputs = grad.shape[1]
         rank = lora.bs[0].shape[1]
         grad, x = grad.float().contiguous(), x.float().contiguous()
-        # A function of the rows alone: partial sums are added in the same order on any number of threads.
-        groups = min(max(count // _GROUP_ROWS, 1), _MOST_GROUPS)
-        found = torch.empty(groups, rank * (len(lora.bs) * inputs + outputs))
-        places, widths = _places(lora.bs)
+        groups = groups_of(count)
+        found = self.room(groups, lora)
+        places, widths = places_of(lora.bs)
         self._library.lora_gradient(
             groups,
             count * found.shape[1],
@@ -78,22 +78,38 @@ class NativeLoras:
             inputs=inputs,
             outputs=outputs,
             groups=groups,
+            adds=False,
             scale=scale,
             grad_x=grad_x,
             found=found,
         )
-        total = found[0]
-        for own in found[1:]:
-            total += own
-        grads = []
-        start = 0
-        for weight in (lora.a, *lora.bs):
-            grads.append(total[start : start + weight.numel()].view(weight.shape))
-            start += weight.numel()
-        return grads
+        return self.sum(found, np.array([0, groups]), lora)
+
+    @staticmethod
+    def room(groups: int, lora: SiteWeights) -> Tensor:
+        """For the gradients of a lora's matrices from each group of rows: [groups, their elements]."""
+        return torch.empty(groups, lora.a.numel() + sum(b.numel() for b in lora.bs))
+
+    def sum(self, found: Tensor, borders: np.ndarray, lora: SiteWeights) -> list[Tensor]:
+        """The gradients of `a` and the bs from `found`, as `room` makes it: the groups of each part are added in order,
+        then the parts, which begin at the groups `borders` int64 [parts + 1]."""
+        size = found.shape[1]
+        total = torch.empty(size)
+        self._library.sum_groups(
+            -(-size // LANES), found.numel(), found=found, borders=borders, parts=len(borders) - 1, size=size, out=total
+        )
+        sizes = [lora.a.numel(), *(b.numel() for b in lora.bs)]
+        parts = total.split(sizes)
+        return [part.view(weight.shape) for part, weight in zip(parts, (lora.a, *lora.bs), strict=True)]
 
 
-def _places(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
+def groups_of(rows: int) -> int:
+    """In how many groups a gradient adds up so many rows: a function of the rows alone, so that partial sums are added
+    in the same order on any number of threads. Group g begins at row `rows · g // groups`."""
+    return min(max(rows // _GROUP_ROWS, 1), _MOST_GROUPS)
+
+
+def places_of(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
     """The addresses of the bs, and their outputs."""
     places = (ctypes.c_void_p * len(bs))()
     widths = (Int64 * len(bs))()

@@ -18,14 +18,15 @@ from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.machine_memory import hand_back_freed_memory
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
+from mint.engine.cpu.mlp import MlpProduct, NativeMlp
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
-from mint.engine.model.linear import LoraLinears, Matrix
+from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedMlp
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -358,6 +359,24 @@ class NativeOperations(CpuOperations):
             out=out,
         )
         return out
+
+    @override
+    def mlp(
+        self, gate_up: Linear, down: Linear, norm: Tensor | None, *, eps: float, adds: bool, rows: int
+    ) -> TrainedMlp | None:
+        products = MlpProduct.of(gate_up, self._loras), MlpProduct.of(down, self._loras)
+        if norm is None or self.activation != "silu" or products[0] is None or products[1] is None:
+            return None
+        parts = self.mlp_parts(rows, gate_up.outputs)
+        return NativeMlp(
+            self.kernels,
+            self._loras,
+            (products[0], products[1]),
+            norm,
+            eps=eps,
+            adds=adds,
+            parts=parts,
+        )
 
     @override
     def packed_attention(

@@ -8,6 +8,7 @@ Letters: T rows · E hidden size · H all heads (query, key, value) · D head di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -343,14 +344,13 @@ class Mlp(AutogradFunction):
         *parameters: Tensor,
     ) -> Tensor:
         """[T, E] from x [T, E]; `parameters` are those of `gate_up`, then of `down`, named for autograd."""
-        outs, saved = [], []
-        for rows in x.tensor_split(context.operations.mlp_parts(len(x), gate_up.outputs)):
-            out, inverse, wide = _apply_mlp(rows, layer, gate_up, down, context)
-            outs.append(out)
-            saved += [inverse, wide.to(context.operations.dtype)]
+        adds = layer.mlp_output_norm is None
+        kernel = context.operations.mlp(gate_up, down, layer.mlp_norm, eps=context.eps, adds=adds, rows=len(x))
+        mlp = MlpInParts(layer, gate_up, down, context) if kernel is None else kernel
+        out, saved = mlp.forward(x)
         ctx.save_for_backward(x, *saved)
-        ctx.layer, ctx.gate_up, ctx.down, ctx.context = layer, gate_up, down, context
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        ctx.mlp = mlp
+        return out
 
     @staticmethod
     @override
@@ -358,17 +358,65 @@ class Mlp(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, *saved = ctx.saved_tensors
+        grad_x, grads = ctx.mlp.backward(grad, x, saved, for_input=ctx.needs_input_grad[0])
+        return grad_x, None, None, None, None, *grads
+
+
+@dataclass(frozen=True)
+class MlpInParts:
+    """`TrainedMlp` by the device's operations, a part of the rows after the other."""
+
+    layer: LayerWeights
+    gate_up: Linear
+    down: Linear
+    context: ForwardContext
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """See `TrainedMlp`. Of each part 1 / rms(x), where it is normed, and the wide product are kept."""
+        operations = self.context.operations
+        outs: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        for rows in x.tensor_split(operations.mlp_parts(len(x), self.gate_up.outputs)):
+            out, inverse, wide = _apply_mlp(rows, self.layer, self.gate_up, self.down, self.context)
+            outs.append(out)
+            saved += [inverse, wide.to(operations.dtype)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs), saved
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """See `TrainedMlp`."""
         count = len(saved) // 2
         parts = zip(x.tensor_split(count), grad.tensor_split(count), saved[::2], saved[1::2], strict=True)
-        grad_xs, sums = [], []
+        grad_xs: list[Tensor] = []
+        sums: list[Tensor] = []
         for rows, own, inverse, wide in parts:
-            grad_x, grads = _mlp_gradient(ctx, own, rows, inverse, wide.float())
-            grad_xs.append(grad_x)
+            assert wide is not None
+            grad_x, grads = self._gradient(own, rows, inverse, wide.float(), for_input=for_input)
+            if grad_x is not None:
+                grad_xs.append(grad_x)
             sums = grads if not sums else [total.add_(part) for total, part in zip(sums, grads, strict=True)]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad_xs[0] if count == 1 else torch.cat(grad_xs)
-        return grad_x, None, None, None, None, *sums
+        if not for_input:
+            return None, sums
+        return grad_xs[0] if count == 1 else torch.cat(grad_xs), sums
+
+    def _gradient(
+        self, grad: Tensor, x: Tensor, inverse: Tensor | None, wide: Tensor, *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Gradients for some rows of x, and their part of the parameters'."""
+        operations, layer = self.context.operations, self.layer
+        inner, active_gate = operations.swiglu_again(wide)
+        grad_inner, down_grads = self.down.gradient(grad, inner)
+        assert grad_inner is not None
+        grad_wide = operations.swiglu_backward(grad_inner, wide, active_gate)
+        normed = _norm_again(operations, x, inverse, layer.mlp_norm)
+        grad_x, wide_grads = self.gate_up.gradient(grad_wide, normed, for_input=for_input)
+        residual = grad if layer.mlp_output_norm is None else None
+        if grad_x is not None and inverse is not None and layer.mlp_norm is not None:
+            grad_x = operations.rms_norm_backward(grad_x, x, inverse, layer.mlp_norm, residual=residual)
+        elif grad_x is not None and residual is not None:
+            grad_x.add_(residual)
+        return grad_x, [*wide_grads, *down_grads]
 
 
 def _apply_mlp(
@@ -379,25 +427,6 @@ def _apply_mlp(
     wide = gate_up.product(normed)
     added = x if layer.mlp_output_norm is None else None
     return down.product(context.operations.swiglu(wide), added), inverse, wide
-
-
-def _mlp_gradient(
-    ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor | None, wide: Tensor
-) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients for some rows of x, and their part of the parameters'."""
-    operations: Operations = ctx.context.operations
-    layer: LayerWeights = ctx.layer
-    inner, active_gate = operations.swiglu_again(wide)
-    grad_inner, down_grads = ctx.down.gradient(grad, inner)
-    grad_wide = operations.swiglu_backward(grad_inner, wide, active_gate)
-    normed = _norm_again(operations, x, inverse, layer.mlp_norm)
-    grad_x, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
-    residual = grad if layer.mlp_output_norm is None else None
-    if grad_x is not None and inverse is not None and layer.mlp_norm is not None:
-        grad_x = operations.rms_norm_backward(grad_x, x, inverse, layer.mlp_norm, residual=residual)
-    elif grad_x is not None and residual is not None:
-        grad_x.add_(residual)
-    return grad_x, [*wide_grads, *down_grads]
 
 
 def _norm(context: ForwardContext, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mint.engine.lora import LoraRows, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
-from mint.engine.model.linear import LoraLinears, Matrix
+from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.model.weights import DeltaNetWeights, MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
@@ -34,6 +34,21 @@ Letters as in `delta_net`."""
 
 FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
 """(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
+
+
+class TrainedMlp(Protocol):
+    """A layer's dense MLP over training rows: down(swiglu(gate_up(norm(x)))), to which x may be added."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """[T, E] of x [T, E], and what the backward needs beside x."""
+        ...
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From grad [T, E], x and what `forward` gave the gradient for x, if asked for, and those of the parameters of
+        the two products, gate_up's first."""
+        ...
 
 
 class Operations(Protocol):
@@ -208,6 +223,13 @@ class Operations(Protocol):
 
     def mlp_parts(self, rows: int, width: int) -> int:
         """In how many parts so many rows are trained through an MLP whose wide product has `width` outputs."""
+        ...
+
+    def mlp(
+        self, gate_up: Linear, down: Linear, norm: Tensor | None, *, eps: float, adds: bool, rows: int
+    ) -> TrainedMlp | None:
+        """The MLP of a layer with `norm` [E] before it, for so many rows; `adds`: x is added to its result. None where
+        the operations above compute it one after the other."""
         ...
 
     def packed_attention(

@@ -29,10 +29,10 @@ from mint.engine.model.functions import (
     split_halves,
     swiglu_gradient,
 )
-from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, min_rows
+from mint.engine.model.linear import DenseMatrix, Float32Product, Linear, LoraLinears, Matrix, min_rows
 from mint.engine.model.lora_linear import SeparateLoras
 from mint.engine.model.mixture_of_experts import MixtureOfExperts
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedMlp
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -225,6 +225,11 @@ class TorchOperations:
 
     def mlp_parts(self, rows: int, width: int) -> int:
         return 1
+
+    def mlp(
+        self, gate_up: Linear, down: Linear, norm: Tensor | None, *, eps: float, adds: bool, rows: int
+    ) -> TrainedMlp | None:
+        return None
 
     def packed_attention(
         self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows

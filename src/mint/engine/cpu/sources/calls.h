@@ -36,9 +36,41 @@ typedef struct {
     const float *grad, *x, *a, *const *bs;
     const int64_t *widths;
     int64_t rows, parts, rank, inputs, outputs, groups;
+    int64_t adds; /* whether `found` is added to */
     double scale;
     float *grad_x; /* [T, I], or missing */
     float *found;  /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
 } LoraGradient;
+
+typedef struct {
+    const float *x, *weight, *residual;
+    double eps;
+    int64_t width;
+    float *out, *inverse;
+} RmsNorm;
+
+typedef struct {
+    const float *x, *inverse, *weight;
+    int64_t width;
+    float *out;
+} RmsNormAgain;
+
+typedef struct {
+    const float *grad, *x, *inverse, *weight, *residual;
+    int64_t width;
+    float *out;
+} RmsNormBackward;
+
+typedef struct {
+    const float *wide;
+    int64_t inner, gelu;
+    float *out;
+} Swiglu;
+
+typedef struct {
+    const float *grad, *wide;
+    int64_t inner;
+    float *out, *wide_out;
+} SwigluGradient;
 
 #endif

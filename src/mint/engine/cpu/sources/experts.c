@@ -316,7 +316,7 @@ int add_lora_gradients(const AddLoraGradients *in, int64_t first, int64_t last) 
         int64_t start = in->borders[e], rows = in->borders[e + 1] - start;
         const float *bs[2] = {lora->bs[0] + e * lora->stride, lora->bs[1] + e * lora->stride};
         LoraGradient own = {in->grad + start * in->outputs, in->x + start * in->inputs, lora->a + e * lora->stride, bs,
-                            in->widths, rows, in->parts, lora->rank, in->inputs, in->outputs, 1, lora->scale,
+                            in->widths, rows, in->parts, lora->rank, in->inputs, in->outputs, 1, 0, lora->scale,
                             in->grad_x ? in->grad_x + start * in->inputs : 0, found};
         if (!rows) continue;
         code = in->gradient(&own, 0, 1);

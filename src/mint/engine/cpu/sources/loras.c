@@ -225,7 +225,10 @@ static void turn_parts(const LoraGradient *in, const Turned *turned) {
         const float *a = in->a + part * rank * inputs, *b = in->bs[part];
         float *to_a = turned->a + part * turned->wide * inputs, *to_b = turned->b + turned->wide * o;
         for (int64_t j = 0; j < rank; j += LANES, to_a += inputs * LANES, to_b += in->widths[part] * LANES) {
-            for (int64_t i = 0; i < inputs; i++)
+            const int64_t whole = rank - j < LANES ? 0 : inputs; /* inputs are a multiple of LANES */
+            for (int64_t i = 0; i < whole; i += LANES)
+                transpose((const int32_t *)(a + j * inputs + i), inputs, (int32_t *)(to_a + i * LANES), LANES);
+            for (int64_t i = whole; i < inputs; i++)
                 for (int64_t k = 0; k < LANES; k++) to_a[i * LANES + k] = j + k < rank ? a[(j + k) * inputs + i] : 0;
             for (int64_t i = 0; i < in->widths[part]; i++)
                 put(to_b + i * LANES, loaded_first(b + i * rank + j, rank - j));
@@ -311,11 +314,34 @@ int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     turn_parts(in, &turned);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;
-        memset(found, 0, sizeof(float) * size);
+        if (!in->adds) memset(found, 0, sizeof(float) * size);
         int64_t end = in->rows * (group + 1) / in->groups;
         for (int64_t start = in->rows * group / in->groups; start < end; start += BLOCK)
             add_gradient(in, &turned, start, end - start < BLOCK ? end - start : BLOCK, found);
     }
     free(room);
+    return 0;
+}
+
+typedef struct {
+    const float *found;
+    const int64_t *borders; /* [parts + 1]: the groups at which each part begins, and the end */
+    int64_t parts, size;
+    float *out;
+} SumGroups;
+
+/* out [size] = the sum of found [groups, size]: the groups of each part are added in order, then the parts. For columns
+   `first` to `last`, 16 at a time. */
+int sum_groups(const SumGroups *in, int64_t first, int64_t last) {
+    for (int64_t i = first * LANES; i < last * LANES; i += LANES) {
+        const int64_t own = in->size - i;
+        for (int64_t part = 0; part < in->parts; part++) {
+            Vector total = loaded_first(in->found + in->borders[part] * in->size + i, own);
+            for (int64_t group = in->borders[part] + 1; group < in->borders[part + 1]; group++)
+                total = added(total, loaded_first(in->found + group * in->size + i, own));
+            if (part) total = added(loaded_first(in->out + i, own), total);
+            put_first(in->out + i, total, own);
+        }
+    }
     return 0;
 }

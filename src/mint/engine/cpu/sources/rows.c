@@ -5,6 +5,7 @@
 
    Letters: T rows, H heads of a row, D head dimension, I the MLP's inner width. */
 
+#include "calls.h"
 #include "lanes.h"
 
 INLINE float inverse_rms(const float *x, int64_t width, float eps) {
@@ -29,13 +30,6 @@ int add_bias(const AddBias *in, int64_t first, int64_t last) {
     }
     return 0;
 }
-
-typedef struct {
-    const float *x, *weight, *residual;
-    double eps;
-    int64_t width;
-    float *out, *inverse;
-} RmsNorm;
 
 /* out = x / rms(x) * weight for rows of `width`, plus `residual`, if there is one; inverse [T] = 1 / rms(x). */
 int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
@@ -123,12 +117,6 @@ INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
     return x * ((float)(2 * 0.7978845608028654) + cubic);
 }
 
-typedef struct {
-    const float *wide;
-    int64_t inner, gelu;
-    float *out;
-} Swiglu;
-
 /* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]. */
 int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     const float *wide = in->wide;
@@ -162,6 +150,23 @@ int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
             if (in->gelu) rest *= steep;
             *(vf *)(out + t * 2 * inner + i) = slope * up * share * (1.0f + gate * rest);
             *(vf *)(out + t * 2 * inner + inner + i) = slope * gate * share;
+        }
+    return 0;
+}
+
+/* Both at once with silu, from grad [T, I]: in out [T, I] `swiglu` of wide [T, 2I], in wide_out [T, 2I] the gradient for
+   wide. `out` may be `grad`. */
+int swiglu_gradient(const SwigluGradient *in, int64_t first, int64_t last) {
+    const int64_t inner = in->inner;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < inner; i += LANES) {
+            const float *own = in->wide + t * 2 * inner + i;
+            vf gate = *(const vf *)own, up = *(const vf *)(own + inner), slope = *(const vf *)(in->grad + t * inner + i);
+            vf rest, share = sigmoid(gate, &rest);
+            float *to = in->wide_out + t * 2 * inner + i;
+            *(vf *)to = slope * up * share * (1.0f + gate * rest);
+            *(vf *)(to + inner) = slope * gate * share;
+            *(vf *)(in->out + t * inner + i) = gate * share * up;
         }
     return 0;
 }
@@ -269,12 +274,6 @@ INLINE void norm_backward(const float *grad, const float *x, float inverse, cons
     }
 }
 
-typedef struct {
-    const float *grad, *x, *inverse, *weight, *residual;
-    int64_t width;
-    float *out;
-} RmsNormBackward;
-
 /* out [T, width]: the gradient for x of `rms_norm`, from grad [T, width]; plus `residual` [T, width], if there is one. */
 int rms_norm_backward(const RmsNormBackward *in, int64_t first, int64_t last) {
     const float *grad = in->grad, *x = in->x, *inverse = in->inverse, *weight = in->weight, *residual = in->residual;
@@ -286,12 +285,6 @@ int rms_norm_backward(const RmsNormBackward *in, int64_t first, int64_t last) {
     }
     return 0;
 }
-
-typedef struct {
-    const float *x, *inverse, *weight;
-    int64_t width;
-    float *out;
-} RmsNormAgain;
 
 /* out [T, width] = x * inverse * weight: a norm whose inverse [T] is known. */
 int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {

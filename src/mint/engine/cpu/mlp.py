@@ -1,0 +1,197 @@
+"""A layer's dense MLP with silu in training, forward and backward by one call each of `mlp.c`.
+
+Bits are those of the same kernels called one after the other, as `MlpInParts` does.
+
+Letters: T rows · E hidden size · I inner width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.loras import NativeLoras, groups_of, places_of
+from mint.engine.cpu.panels import PanelMatrix
+from mint.engine.cpu.threads import Int64
+from mint.engine.lora import SiteWeights
+from mint.engine.model.linear import Linear
+from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
+
+BLOCK_ROWS = 108
+"""`BLOCK_ROWS` in mlp.c."""
+
+
+class _Lora(ctypes.Structure):
+    """`MlpLora` in mlp.c."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("bs", ctypes.c_void_p),
+        ("widths", ctypes.c_void_p),
+        ("parts", Int64),
+        ("rank", Int64),
+        ("size", Int64),
+        ("scale", ctypes.c_double),
+        ("found", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class MlpProduct:
+    """One of the two products: a float32 matrix, into which a trained lora is merged, if there is one."""
+
+    matrix: PanelMatrix
+    lora: SiteWeights | None
+    scale: float
+
+    @classmethod
+    def of(cls, linear: Linear, loras: NativeLoras) -> MlpProduct | None:
+        """None where the kernel does not know such a matrix or lora."""
+        lora, scale = None, 0.0
+        if isinstance(linear, MergedLinear):
+            lora, scale = linear.lora, linear.scale
+        elif not isinstance(linear, SeparateLinear) or linear.loras:
+            return None
+        matrix = linear.matrix
+        if not isinstance(matrix, PanelMatrix) or matrix.dtype != torch.float32:
+            return None
+        return None if lora is not None and not loras.fits(lora) else cls(matrix, lora, scale)
+
+    def transposed(self) -> PanelMatrix:
+        """The transpose, which any float32 matrix in panels has."""
+        found = self.matrix.transposed()
+        if found is None:
+            raise AssertionError("a float32 matrix in panels could not be transposed")
+        return found
+
+
+class _LoraSums:
+    """The gradients of a product's lora, in groups of rows."""
+
+    def __init__(self, loras: NativeLoras, product: MlpProduct, groups: int) -> None:
+        self._loras, self._lora = loras, product.lora
+        self.struct: _Lora | None = None
+        if product.lora is not None:
+            self._found = loras.room(groups, product.lora)
+            self._places, self._widths = places_of(product.lora.bs)
+            self.struct = _Lora(
+                a=product.lora.a.data_ptr(),
+                bs=ctypes.addressof(self._places),
+                widths=ctypes.addressof(self._widths),
+                parts=len(product.lora.bs),
+                rank=product.lora.bs[0].shape[1],
+                size=self._found.shape[1],
+                scale=product.scale,
+                found=self._found.data_ptr(),
+            )
+
+    def total(self, borders: np.ndarray) -> list[Tensor]:
+        """The gradients of the lora's matrices; the groups of each part lie between two `borders`."""
+        return [] if self._lora is None else self._loras.sum(self._found, borders, self._lora)
+
+
+class NativeMlp:
+    """The MLP of one layer, as `TrainedMlp`."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        loras: NativeLoras,
+        products: tuple[MlpProduct, MlpProduct],
+        norm: Tensor,
+        *,
+        eps: float,
+        adds: bool,
+        parts: int,
+    ) -> None:
+        """`products` [2·I, E] and [E, I]; `norm` [E]; `adds`: whether x is added. Gradients are summed over so many
+        `parts` of the rows, one after the other."""
+        self._kernels = kernels
+        self._loras = loras
+        self._gate_up, self._down = products
+        self._norm = norm
+        self._eps, self._adds = eps, adds
+        self._parts = parts
+        self._inner = self._down.matrix.inputs
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """[T, E] of x [T, E]; and 1 / rms(x) [T, 1] and the wide product [T, 2·I]."""
+        rows, hidden = x.shape
+        out, inverse, wide = torch.empty_like(x), x.new_empty(rows, 1), x.new_empty(rows, 2 * self._inner)
+        row_kernels = self._kernels.libraries["rows"]
+        self._kernels.libraries["mlp"].mlp_forward(
+            -(-rows // BLOCK_ROWS),
+            x.numel() * self._inner,
+            norm=row_kernels.rms_norm.address,
+            product=self._gate_up.matrix.product_kernel.address,
+            swiglu=row_kernels.swiglu.address,
+            x=x,
+            weight=self._norm,
+            eps=self._eps,
+            gate_up=self._gate_up.matrix.panels,
+            down=self._down.matrix.panels,
+            rows=rows,
+            hidden=hidden,
+            inner=self._inner,
+            adds=self._adds,
+            out=out,
+            inverse=inverse,
+            wide=wide,
+        )
+        return out, [inverse, wide]
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From grad [T, E] the gradient for x, if asked for, and those of the loras' matrices."""
+        inverse, wide = saved
+        rows, hidden = x.shape
+        borders, parts = _groups(rows, self._parts)
+        groups = len(borders) - 1
+        gate_up_lora, down_lora = (_LoraSums(self._loras, own, groups) for own in (self._gate_up, self._down))
+        grad_x = torch.empty_like(x) if for_input else None
+        row_kernels = self._kernels.libraries["rows"]
+        gate_up, down = self._gate_up.transposed(), self._down.transposed()
+        self._kernels.libraries["mlp"].mlp_backward(
+            groups,
+            x.numel() * self._inner,
+            product=gate_up.product_kernel.address,
+            swiglu=row_kernels.swiglu_gradient.address,
+            norm=row_kernels.rms_norm_again.address,
+            norm_backward=row_kernels.rms_norm_backward.address,
+            lora_gradient=self._kernels.libraries["loras"].lora_gradient.address,
+            borders=borders,
+            grad=grad.contiguous(),
+            x=x,
+            weight=self._norm,
+            inverse=inverse,
+            wide=wide,
+            gate_up=gate_up.panels,
+            down=down.panels,
+            gate_up_lora=gate_up_lora.struct,
+            down_lora=down_lora.struct,
+            hidden=hidden,
+            inner=self._inner,
+            adds=self._adds,
+            grad_x=grad_x,
+        )
+        return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]
+
+
+def _groups(rows: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows at which groups begin, and the end; and the groups at which the parts begin, and the end. Each of the
+    `parts`, which are as alike as they can be, is cut as `groups_of` says."""
+    borders, starts = [0], [0]
+    for part in range(parts):
+        count = rows // parts + (part < rows % parts)
+        groups = groups_of(count)
+        begin = borders[-1]
+        borders += [begin + count * (group + 1) // groups for group in range(groups)]
+        starts.append(len(borders) - 1)
+    return np.array(borders), np.array(starts)
