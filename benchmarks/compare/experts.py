@@ -26,7 +26,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mint.config import read_settings
-from mint.engine.cpu.machine_memory import keep_freed_memory
+from mint.engine.memory.machine_memory import keep_freed_memory
 from mint.engine.protocol import LoraSpec, SampleJob, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 

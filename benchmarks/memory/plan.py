@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 
 from mint.config import read_settings
-from mint.engine.cpu.machine_memory import hand_back_freed_memory, keep_freed_memory
 from mint.engine.devices import Device
+from mint.engine.memory.machine_memory import hand_back_freed_memory, keep_freed_memory
 from mint.engine.memory.plan import MemoryPlan, plan_memory
 from mint.engine.model.config import read_decoder_config
 from mint.engine.protocol import AdamSpec, LoraSpec, SampleJob, StopRule, TrainDatum, resolve_loss

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from mint.engine import instruction_sets
 from mint.engine.cpu import build, kernels
-from mint.engine.cpu.machine_memory import HugePages
 from mint.engine.cpu.threads import error_of
 from mint.engine.instruction_sets import InstructionSet
+from mint.engine.memory.machine_memory import HugePages
 
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")

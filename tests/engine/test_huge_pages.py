@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.machine_memory import BLOCK_BYTES, HUGE_PAGE_BYTES, MIN_PART_BYTES, HugePages
+from mint.engine.memory.machine_memory import BLOCK_BYTES, HUGE_PAGE_BYTES, MIN_PART_BYTES, HugePages
 
 
 def test_matrices_of_all_sizes_keep_what_is_written_to_them(native_folder: Path) -> None:

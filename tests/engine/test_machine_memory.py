@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
+from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -20,8 +20,8 @@ from mint.engine import instruction_sets
 from mint.engine.cpu import build as native_build
 from mint.engine.cpu.build import COMPILERS, SOURCES, NativeBuild, sources_digest
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.machine_memory import keep_freed_memory
 from mint.engine.instruction_sets import instruction_set
+from mint.engine.memory.machine_memory import keep_freed_memory
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, MissingExtraError
 
@@ -218,7 +218,7 @@ def test_they_are_kept_where_the_user_s_caches_are(monkeypatch: pytest.MonkeyPat
 
 _STEPS = """
 import ctypes, resource, sys
-from mint.engine.cpu.machine_memory import keep_freed_memory
+from mint.engine.memory.machine_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 libc = ctypes.CDLL(None)

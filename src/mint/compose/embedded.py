@@ -17,7 +17,7 @@ from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
-from mint.engine.cpu.machine_memory import keep_freed_memory, memory_bytes
+from mint.engine.memory.machine_memory import keep_freed_memory, memory_bytes
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
 from mint.server.limits import ServerLimits, default_waiting_bytes

@@ -17,7 +17,7 @@ from typing import Literal
 from mint.config import Settings
 from mint.engine.cpu.build import COMPILERS, TESTED_HERE, NativeBuild
 from mint.engine.cpu.build import REMEDY as COMPILER_REMEDY
-from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
+from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.version import VERSION
 

@@ -14,7 +14,6 @@ import torch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.machine_memory import free_memory_bytes, memory_bytes
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
@@ -23,6 +22,7 @@ from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.engine.drawing.draw import Draw, TorchDraw
+from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
 from mint.engine.model.config import DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.build import NativeBuild
-from mint.engine.cpu.machine_memory import HugePages
 from mint.engine.cpu.recording import present
 from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
+from mint.engine.memory.machine_memory import HugePages
 
 HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
 """Head dimensions that the kernels are compiled for."""

@@ -16,12 +16,12 @@ from mint.engine.cpu.attention import NativePackedAttention
 from mint.engine.cpu.delta_net import NativeDeltaRule
 from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.cpu.loras import NativeLoras
-from mint.engine.cpu.machine_memory import hand_back_freed_memory
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.mlp import MlpProduct, NativeMlp
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
+from mint.engine.memory.machine_memory import hand_back_freed_memory
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import Linear, LoraLinears, Matrix

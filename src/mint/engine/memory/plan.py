@@ -1,7 +1,7 @@
 """Predicts what a base model, its loras and its sequences take of a device's memory. Reads the headers of files alone.
 
 Counts tensors that are alive at the same time. On a CPU malloc keeps up to 256 MiB of freed memory beside them
-(`cpu/machine_memory.py`), and a process takes some 400 MiB for Python and torch before it loads anything.
+(`memory/machine_memory.py`), and a process takes some 400 MiB for Python and torch before it loads anything.
 
 Letters: T rows of a pass · C tokens of a sequence.
 """

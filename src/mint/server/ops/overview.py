@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mint.engine.cpu.machine_memory import memory_bytes
+from mint.engine.memory.machine_memory import memory_bytes
 from mint.server.ops.metrics import Metrics
 from mint.server.service.service import Service
 from mint.version import VERSION
