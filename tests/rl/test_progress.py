@@ -119,7 +119,10 @@ def test_a_run_in_a_script_prints_a_line_per_step_and_evaluation_unless_it_is_to
     lines = lines_of(run_grpo, rl, MathAdapter(seed=0))
     assert lines[0].startswith("math: ")
     assert [line.split()[1] for line in lines if line.startswith("  step ")] == ["1/2", "2/2"]
+    assert sum("[reward " in line for line in lines) == 2, "one sample of each step"
     assert sum("held-out before" in line for line in lines) == 2
+    without_samples = lines_of(run_grpo, rl.changed(print_samples=0), MathAdapter(seed=0))
+    assert not any("[reward " in line for line in without_samples)
     assert lines_of(run_grpo, rl.changed(print_progress=False), MathAdapter(seed=0)) == []
     assert lines_of(run_grpo, rl, MathAdapter(seed=0), on_progress=lambda event, fields: None) == []
     sft = SFTConfig(batch_size=2, epochs=1)

@@ -57,6 +57,11 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
         RunLog(tmp_path).start({"seed": 2, "betas": (0.9, 0.999)}, resume=True)
 
 
+def test_a_run_is_resumed_with_another_number_of_printed_samples(tmp_path: Path) -> None:
+    RunLog(tmp_path).start({"seed": 1, "print_samples": 0, "data_source": None}, resume=False)
+    assert RunLog(tmp_path).start({"seed": 1, "print_samples": 2}, resume=True) is None
+
+
 def rows_of(step: int) -> list[dict[str, Any]]:
     return [
         {

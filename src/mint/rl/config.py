@@ -180,8 +180,8 @@ class RLConfig(RunConfig):
     """Steps between held-out evaluations; 0: only before and after. The weights of the best one are saved."""
     metrics: tuple[MetricsFunction, ...] = Field((), strict=False)
     """Functions of the groups of a step; the numbers that they return are in `metrics.jsonl` as `custom/NAME`."""
-    print_samples: int = Field(0, ge=0)
-    """Rollouts to print per step."""
+    print_samples: int = Field(1, ge=0)
+    """Rollouts to print per step, where progress is printed as lines; the screen of a terminal shows one anyway."""
 
     @field_serializer("loss_fn", "advantage", "baseline", "loss_weighting", "group_filter", when_used="json")
     def _function_by_name(self, value: Any) -> Any:

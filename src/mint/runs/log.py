@@ -62,6 +62,9 @@ DATA_SOURCE = "data_source"
 """In the config.json of a supervised run: the `recipe` of `mint train` and the `arguments` that make its data. A digest
 of the data decides whether two runs have the same."""
 
+NOT_COMPARED = frozenset({DATA_SOURCE, "print_samples"})
+"""What may differ between a run and the process that resumes it."""
+
 
 def is_run(folder: Path) -> bool:
     """Whether a run was started in a folder."""
@@ -150,7 +153,7 @@ class RunLog:
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.
-        changed = sorted(key for key, value in before.items() if key != DATA_SOURCE and value != now.get(key))
+        changed = sorted(key for key, value in before.items() if key not in NOT_COMPARED and value != now.get(key))
         if changed:
             told = "; ".join(f"{key} = {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(
