@@ -42,16 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     gradient_order.PROMPTS = given.prompts
     settings = Settings(dtype=given.dtype, threads=1, micro_batch_rows=MICRO_BATCH_ROWS, cluster="local", trainers=1)
-    engines: dict[str, Engine] = {"alone": torch_engine(settings), "rank": cluster_engine(settings, torch_engine)}
+    cluster = cluster_engine(settings, torch_engine)
+    engines: dict[str, Engine] = {"alone": torch_engine(settings), "rank": cluster}
     with tempfile.TemporaryDirectory() as folder:
         write_random_base(Path(folder), SHAPES[given.shape], seed=1)
         vocab_size = 0
         for engine in engines.values():
             vocab_size = engine.load_base("base", folder).vocab_size
             engine.create_model("m", "base", LoraSpec(given.rank, 7, True, True, False))
-        began, ray_began = time.monotonic(), of_family(engines["rank"])
+        began, ray_began = time.monotonic(), of_family(cluster.processes)
         seconds = measure(engines, gradient_order.request(vocab_size), given.turns)
-        ray_share = (of_family(engines["rank"]) - ray_began) / (time.monotonic() - began)
+        ray_share = (of_family(cluster.processes) - ray_began) / (time.monotonic() - began)
     ratios = sorted(rank / alone for rank, alone in zip(seconds["rank"], seconds["alone"], strict=True))
     print(
         f"{given.shape}, {given.dtype}, LoRA rank {given.rank}, {given.prompts} prompts: "
@@ -65,34 +66,34 @@ def measure(engines: dict[str, Engine], data: Sequence[TrainDatum], turns: int) 
     """CPU seconds of each engine in each round, after one round that does not count; their digests are compared."""
     loss = resolve_loss("importance_sampling", {"trained_only": 1})
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    ranks = engines["rank"]
+    ranks: Any = engines["rank"]
     for turn in range(turns + 1):
         digests = set()
         for name in engines if turn % 2 else reversed(engines):
-            began = cpu_seconds(ranks)
+            began = cpu_seconds(ranks.processes)
             engines[name].forward_backward("m", data, loss)
             engines[name].optim_step("m", ADAM)
             digests.add(engines[name].state_digest("m"))
             time.sleep(0.02)  # the system counts in hundredths of a second
             if turn:
-                seconds[name].append(cpu_seconds(ranks) - began)
+                seconds[name].append(cpu_seconds(ranks.processes) - began)
         if len(digests) != 1:
             raise AssertionError(f"the states differ: {digests}")
     return seconds
 
 
-def cpu_seconds(engine: Any) -> float:
-    """The CPU time of this process and of the ranks."""
-    return sum(ticks_of(stat_of(Path(f"/proc/{pid}"))) for pid in (os.getpid(), *engine.processes)) / TICKS_PER_S
+def cpu_seconds(others: Sequence[int]) -> float:
+    """The CPU time of this process and of others."""
+    return sum(ticks_of(stat_of(Path(f"/proc/{pid}"))) for pid in (os.getpid(), *others)) / TICKS_PER_S
 
 
-def of_family(engine: Any) -> float:
-    """The CPU time of Ray's own processes: all that this one has started, without the ranks."""
+def of_family(known: Sequence[int]) -> float:
+    """The CPU time of Ray's own processes: all that this one has started, without the `known` ones."""
     fields = {path.name: stat_of(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
     family = {str(os.getpid())}
     while more := {pid for pid, own in fields.items() if own and own[1] in family} - family:
         family |= more
-    others = family - {str(pid) for pid in (os.getpid(), *engine.processes)}
+    others = family - {str(pid) for pid in (os.getpid(), *known)}
     return sum(ticks_of(fields[pid]) for pid in others) / TICKS_PER_S
 
 

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 OpenReplica = Callable[[Peers], TorchEngine]
 """Makes the engine of a replica. It is called in the replica's process, with `ALONE`."""
 
-TOKENS_S = 0.03
+TOKENS_S = 0.05
 """How long a token waits for others, so that listeners get them in bunches: a message takes longer than a token."""
 
 
@@ -114,6 +114,7 @@ class Replica:
         self._vocabularies: dict[int, Sequence[bytes]] = {}
         self._changed = threading.Condition()
         self._news = News()
+        self._tokens: list[tuple[int, int, int, float]] = []  # of the step that runs
         self._tokens_since = 0.0
 
     def open(self) -> Answer:
@@ -170,14 +171,23 @@ class Replica:
                 if not isinstance(error, MintError):
                     log.exception("a step of the replica failed")
                 batch = engine.open_batch()
+                self._tokens.clear()
                 with self._changed:
                     self._news.error = portable(error)
                     self._changed.notify()
                 continue
-            if results:
-                with self._changed:
-                    self._news.results.update((int(key), result) for key, result in results.items())
-                    self._changed.notify()
+            if results or self._tokens:
+                self._tell(results)
+
+    def _tell(self, results: Mapping[str, SampleResult]) -> None:
+        with self._changed:
+            if results or not self._news.tokens:  # whoever waits knows of the other tokens
+                self._changed.notify()
+            if not self._news.tokens:
+                self._tokens_since = time.monotonic()
+            self._news.tokens += self._tokens
+            self._news.results.update((int(key), result) for key, result in results.items())
+        self._tokens.clear()
 
     def _obey(self, engine: TorchEngine, batch: SampleBatch, order: Order, vectors: Sequence[np.ndarray]) -> None:
         match order:
@@ -201,10 +211,6 @@ class Replica:
 
     def _listener(self, number: int) -> TokenListener:
         def hear(sample: int, token: int, logprob: float) -> None:
-            with self._changed:
-                if not self._news.tokens:
-                    self._tokens_since = time.monotonic()
-                    self._changed.notify()
-                self._news.tokens.append((number, sample, token, logprob))
+            self._tokens.append((number, sample, token, logprob))
 
         return hear

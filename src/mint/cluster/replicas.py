@@ -74,6 +74,7 @@ class _Job:
     needs: Needs
     batch: ReplicaBatch
     heard: Counter[int] = field(default_factory=Counter)  # tokens that the listener was told, by sample
+    again: dict[int, int] = field(default_factory=dict)  # of these, those that come again after a loss
     losses: int = 0
 
 
@@ -90,7 +91,6 @@ class _Member:
     jobs: dict[int, _Job] = field(default_factory=dict)
     bases: set[str] = field(default_factory=set)
     vocabularies: set[int] = field(default_factory=set)
-    told: Counter[tuple[int, int]] = field(default_factory=Counter)  # tokens that it has sent, by job and sample
     orders: list[Order] = field(default_factory=list)
     vectors: list[Any] = field(default_factory=list)
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -342,14 +342,15 @@ class Replicas:
             job = member.jobs.get(number)
             if job is None or job.listener is None:
                 continue
-            member.told[number, sample] += 1
-            if member.told[number, sample] > job.heard[sample]:
-                job.heard[sample] += 1
-                try:
-                    job.listener(sample, token, logprob)
-                except Exception as error:  # the boundary: it is raised once all the news are noted
-                    log.exception("a listener failed")
-                    failure = error
+            if job.again.get(sample, 0):
+                job.again[sample] -= 1
+                continue
+            job.heard[sample] += 1
+            try:
+                job.listener(sample, token, logprob)
+            except Exception as error:  # the boundary: it is raised once all the news are noted
+                log.exception("a listener failed")
+                failure = error
         for number, result in news.results.items():
             job = member.jobs.get(number)
             if job is not None:
@@ -368,8 +369,6 @@ class Replicas:
     def _remove(self, member: _Member, job: _Job) -> None:
         del member.jobs[job.number]
         member.state.end(job.needs)
-        for sample in job.heard:
-            member.told.pop((job.number, sample), None)
 
     # --- replicas that come and go -------------------------------------------------------------------------------
 
@@ -400,6 +399,7 @@ class Replicas:
                 raise ReplicaLostError(f"{MAX_LOSSES} replicas in turn could not start; the last one {reason}")
         for own in sorted(member.jobs.values(), key=lambda job: -job.number):
             own.losses += 1
+            own.again = dict(own.heard)
             if own.losses < MAX_LOSSES:
                 self._waiting.appendleft(own)
             else:
