@@ -42,7 +42,8 @@ def test_grpo_from_scratch_raises_the_reward_with_nothing_of_the_library() -> No
     assert [name for name in imported if name.startswith("mint")] == ["mint", "mint"]
 
 
-@pytest.mark.parametrize("name", ["03_run_grpo.py", pytest.param("04_tool_environment.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["03_run_grpo.py", "04_tool_environment.py"])
 def test_a_run_of_the_library_raises_the_held_out_reward(name: str) -> None:
     shown = run(name)
     before, after = numbers(r"(\S+) (?:before|after)\b", shown)[:2]

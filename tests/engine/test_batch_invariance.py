@@ -21,7 +21,12 @@ ODD = {"hidden_size": 100, "intermediate_size": 76, "num_attention_heads": 3, "n
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", WIDE), ("float32", ODD), ("bfloat16", WIDE)], ids=["wide", "odd", "bf16"]
+    scope="module",
+    params=[
+        pytest.param(("float32", WIDE), id="wide", marks=pytest.mark.slow),
+        pytest.param(("float32", ODD), id="odd"),
+        pytest.param(("bfloat16", WIDE), id="bf16"),
+    ],
 )
 def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     """An engine with three published loras of different ranks."""

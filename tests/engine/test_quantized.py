@@ -194,7 +194,10 @@ def _write_widened(source: Path, target: Path, kind: Quantization) -> None:
     save_file(tensors, target / "model.safetensors")
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
+@pytest.mark.parametrize(
+    "native",
+    [pytest.param(True, marks=NEEDS_COMPILER, id="native"), pytest.param(False, marks=pytest.mark.slow, id="torch")],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(

@@ -118,7 +118,7 @@ def _runs(decoder: Decoder, kind: str) -> list[LoraRows]:
     return [LoraRows(start, stop, own) for start, stop, own in zip(edges[:-1], edges[1:], mixed, strict=True)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["base", "one", "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe", "gpt_oss"])

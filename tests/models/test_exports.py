@@ -110,7 +110,7 @@ def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
 
 
-@pytest.mark.parametrize(("family", "shape"), itertools.product(QWENS_WITH_IMAGES, ["tied", "untied"]))
+@pytest.mark.parametrize(("family", "shape"), list(itertools.product(QWENS_WITH_IMAGES, ["tied", "untied"])))
 def test_the_text_model_of_one_with_images_is_trained_and_exported(tmp_path: Path, family: str, shape: str) -> None:
     import peft  # deferred: loading it takes seconds, in every worker
 

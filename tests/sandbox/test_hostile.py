@@ -49,7 +49,10 @@ def report_as_nobody() -> dict[str, Any]:
     return trial(SYSTEM_PYTHON, ["zygote"], user=NOBODY, group=NOBODY, extra_groups=[])
 
 
-@pytest.fixture(scope="module", params=["this user, all engines", "this user, zygote", "nobody, zygote"])
+@pytest.fixture(
+    scope="module",
+    params=["this user, all engines", pytest.param("this user, zygote", marks=pytest.mark.slow), "nobody, zygote"],
+)
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     if "zygote" not in sandbox_level().engines:
         pytest.skip(f"not on this machine: {sandbox_level().missing}")

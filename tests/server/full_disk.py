@@ -242,6 +242,8 @@ def an_export_and_a_check_say_what_to_do(disk: Path) -> None:
     assert set(disk.iterdir()) == before
 
 
+QUICK_SCENES = ("questions_write_nothing", "changes_use_the_spare_space", "after_a_kill")
+"""The part that the quick suite plays."""
 SCENES = {
     scene.__name__: scene
     for scene in (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SIZES_KIB = (4, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 64)), 128)
+SIZES_KIB = (*(pytest.param(size, marks=pytest.mark.slow) for size in (4, 32, 64)), 128)
 """A disk on which the folders, the locks, the database, or its first tables find no room."""
 
 SERVE = [sys.executable, "-c", "from mint.cli.main import app; app()", "serve", "--port", "0"]
@@ -46,7 +46,7 @@ def test_a_server_on_a_full_disk_ends_with_one_sentence(tmp_path: Path, size_kib
     assert "Free disk space, or choose another" in sentence or "Choose another one, or free disk space" in sentence
 
 
-@pytest.mark.parametrize("size_kib", [4, 128])
+@pytest.mark.parametrize("size_kib", SIZES_KIB)
 def test_a_check_says_that_a_server_would_not_start_on_a_full_disk(tmp_path: Path, size_kib: int) -> None:
     ended = start(tmp_path, size_kib, "--check")
     assert ended.returncode == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.full_disk import SCENES
+from tests.server.full_disk import QUICK_SCENES, SCENES
 
 SIZE_KIB = 48 * 1024
 INODES = 2000
@@ -19,7 +19,9 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 MOUNT = f'mount -t tmpfs -o size="$1"k,nr_inodes={INODES} tmpfs "$2" || exit 77; shift 2; exec "$@"'
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    "scene", [pytest.param(name, marks=() if name in QUICK_SCENES else pytest.mark.slow) for name in SCENES]
+)
 def test_a_full_disk_can_be_read_and_emptied(tmp_path: Path, scene: str) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare (util-linux)")
