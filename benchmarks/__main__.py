@@ -66,7 +66,9 @@ PeerPython = Annotated[
     Path | None, typer.Option(help="interpreter with what the peers need, instead of environments of their own")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")]
-Shape = Annotated[str, typer.Option(help="of the base model, whose weights are random: tiny, qwen3-0.6b, qwen3-4b")]
+Shape = Annotated[
+    str, typer.Option(help="of the base model, whose weights are random: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b")
+]
 Prompts = Annotated[int, typer.Option(min=1, help="prompts of a step")]
 Group = Annotated[int, typer.Option(min=1, help="samples of each prompt")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="tokens of each prompt")]

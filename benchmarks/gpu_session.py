@@ -30,6 +30,7 @@ from benchmarks.compare.contenders import BENCH_BASE, Transport
 from benchmarks.compare.sample import run_sample_bench, step_spec
 from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.train import run_train_bench, train_spec
+from benchmarks.gpu_predictions import PRIME_RL, model_of
 from benchmarks.peers.mint_engine import SampleSide, TrainSide
 from mint.errors import MintError
 from mint.models.random_base import SHAPES, ModelShape
@@ -42,16 +43,16 @@ SERVICE = ("pydantic", "pydantic_settings", "starlette", "python_multipart", "zs
 STAGE_S = 480.0
 """After which no further figure of a stage is begun."""
 
-PRIME_RL_TOKENS_PER_SECOND = 13_342
-"""Published for one H100, Qwen3-0.6B, LoRA of rank 16, sequences of 16k tokens."""
-
 LONG_TOKENS = 16_384
 
 STAGES = {
     "parity": "",
     "bench-0.6b": "qwen3-0.6b",
     "bench-4b": "qwen3-4b",
+    "bench-8b": "qwen3-8b",
     "long": "qwen3-0.6b",
+    "long-4b": "qwen3-4b",
+    "long-8b": "qwen3-8b",
     "profile": "qwen3-0.6b",
 }
 """Stages, and the shapes of their base models."""
@@ -96,14 +97,21 @@ class Figure:
 def figures(options: Options) -> list[Figure]:
     """The benchmarks of a stage, the most wanted first."""
     model = options.model
-    if options.stage == "long":
+    if options.stage.startswith("long"):
         length = 96 if options.small else LONG_TOKENS
         alone = {"prompts": 1, "group": 1, "prompt_tokens": 1, "max_tokens": length - 1}
-        return [Figure("train-long", "train", GrpoShape(model=replace(model, context=length), **alone), ["hf-best"])]
+        peers = ["hf-best"] if options.stage == "long" else []
+        return [Figure("train-long", "train", GrpoShape(model=replace(model, context=length), **alone), peers)]
     tokens = {"prompt_tokens": 12, "max_tokens": 6} if options.small else {"prompt_tokens": 128, "max_tokens": 64}
     groups = {"prompts": 2, "group": 2} if options.small else {"prompts": 8, "group": 8}
     full = GrpoShape(model=model, **groups, **tokens)
     alone = GrpoShape(model=model, prompts=1, group=1, **tokens)
+    if options.stage == "bench-8b":  # writing and loading 15 GB takes minutes: mint alone
+        return [
+            Figure("sample-64", "sample", full, []),
+            Figure("sample-256", "sample", replace(full, group=4 * full.group), []),
+            Figure("train-64", "train", full, []),
+        ]
     return [
         Figure("sample-64", "sample", full, ["hf-best", "hf-shared"]),
         Figure("train-64", "train", full, ["hf-best"]),
@@ -128,8 +136,9 @@ def measure(figure: Figure, options: Options) -> list[dict[str, Any]]:
     }
     train = figure.work == "train"
     rows = run_train_bench(peer_prompts=None, **shared) if train else run_sample_bench(**shared)
-    if figure.name == "train-long" and not options.small:
-        rows[0]["ratio_to_prime_rl"] = rows[0]["tokens_per_second"] / PRIME_RL_TOKENS_PER_SECOND
+    published = PRIME_RL.get(model_of(asdict(figure.shape.model)) or "")
+    if figure.name == "train-long" and published is not None:
+        rows[0]["ratio_to_prime_rl"] = rows[0]["tokens_per_second"] / published
     return rows
 
 

@@ -26,7 +26,7 @@ class BenchDtype(StrEnum):
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="a base model, or a shape with random weights: tiny, qwen3-0.6b, qwen3-4b")
+        str, typer.Option(help="a base model, or a shape with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b")
     ] = "mint/tiny",
     dtype: Annotated[BenchDtype | None, typer.Option(help="of the base model; MINT_DTYPE if not given")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; MINT_THREADS if not given")] = None,

@@ -95,8 +95,19 @@ SHAPES = {
         context=4096,
         stored="bfloat16",
     ),
+    "qwen3-8b": ModelShape(
+        hidden=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        mlp=12288,
+        vocabulary=151_936,
+        context=4096,
+        stored="bfloat16",
+    ),
 }
-"""Shapes by name."""
+"""Shapes by name. The embedding of Qwen3-8B is another matrix than its unembedding, but here the two are tied."""
 
 
 def write_random_base(folder: Path, shape: ModelShape, *, seed: int) -> None:
