@@ -8,16 +8,14 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.compat.cookbook_models import make_models, served_models
 from tests.compat.page import PAGE, recipe_table
 from tests.compat.sdk_environments import cookbook_python
-from tests.compat.served import Served, mint_serve
+from tests.compat.served import Served
 from tests.generated_page import read_part, replace_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -201,26 +199,18 @@ def write_data(work_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes run."""
-    work = tmp_path_factory.mktemp("work")
-    make_models(work)
-    write_data(work)
-    return work
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with mint_serve(tmp_path_factory.mktemp("served"), *served_models(folder)) as running:
-        yield running
+def folder(cookbook_folder: Path) -> Path:
+    """Where the recipes run, with the data that they read."""
+    write_data(cookbook_folder)
+    return cookbook_folder
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_to_its_end_at_its_own_settings(served: Served, folder: Path, name: str) -> None:
+def test_a_recipe_runs_to_its_end_at_its_own_settings(cookbook_served: Served, folder: Path, name: str) -> None:
     recipe = RECIPES[name]
     runs_dir = folder / "runs" / re.sub(r"\W+", "_", name)
     RESULTS[name] = f"{TODAY} | **fails**"
-    done = served.run(
+    done = cookbook_served.run(
         cookbook_python(),
         HERE / "cookbook_program.py",
         f"{ROOM}.{recipe.module}",

@@ -1,7 +1,7 @@
 """The tutorials of tinker-cookbook run unmodified, each to its last cell, against `mint serve`; the page names all.
 
-They are marimo notebooks of the source distribution, run as `python FILE`. Data and models are the stand-ins of
-`test_cookbook_recipes.py`. A cell that stops ends those after it in silence, so that the last words are checked.
+They are marimo notebooks of the source distribution, run as `python FILE`. Data and models are stand-ins. A cell that
+stops ends those after it in silence, so that the last words are checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import datetime
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.compat.cookbook_models import EXPORTED, make_models, served_models
+from tests.compat.cookbook_models import EXPORTED
 from tests.compat.page import PAGE, tutorial_table
 from tests.compat.sdk_environments import cookbook_python, cookbook_source
-from tests.compat.served import MINT, Served, mint_serve
+from tests.compat.served import MINT, Served
 from tests.generated_page import replace_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -74,23 +73,10 @@ EXPORT = "501_export_hf"
 RESULTS: dict[str, str] = {}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tutorials run."""
-    work = tmp_path_factory.mktemp("work")
-    make_models(work)
-    return work
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with mint_serve(tmp_path_factory.mktemp("served"), *served_models(folder)) as running:
-        yield running
-
-
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_runs_to_its_last_cell(served: Served, folder: Path, name: str) -> None:
+def test_a_tutorial_runs_to_its_last_cell(cookbook_served: Served, cookbook_folder: Path, name: str) -> None:
     tutorial = TUTORIALS[name]
+    served, folder = cookbook_served, cookbook_folder
     runs_dir = folder / "runs" / name
     done = served.run(
         cookbook_python(),
