@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from decoders import new_lora, open_decoder
 from small_models import write_model
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES, StepContext, StepGraphs
+from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.linear import DenseMatrix
-from mint.engine.model.weights import AttentionWeights
+from mint.engine.model.weights import AttentionWeights, MixtureWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
@@ -185,3 +187,18 @@ def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> 
     found = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
     expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_experts_together_give_what_the_loop_over_experts_gives(tmp_path: Path) -> None:
+    widths: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    write_model(tmp_path, "tied", family="qwen3_moe", **widths)
+    decoder = open_decoder(tmp_path)
+    own, mixture = decoder.weights.layers[0], decoder.config.experts_of(0)
+    assert isinstance(own.mlp, MixtureWeights) and own.mlp_norm is not None and mixture is not None
+    shared = own.mlp, own.mlp_norm, 0, decoder.config, mixture, decoder.loras
+    grouped = GroupedMixtureOfExperts(decoder.operations, KERNELS, *shared)
+    lora = new_lora(decoder, LoraSpec(5, 0, True, True, True))
+    lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.1)
+    x, runs = _random(21, decoder.config.hidden_size), [LoraRows(0, 9, None), LoraRows(9, 21, lora)]
+    _close(grouped(x, runs), decoder.mixtures[0](x, runs), torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted_paths import PLANTS
 
-from mint.engine.cuda.fast_paths import OPTIMIZER, Shapes
+from mint.engine.cuda.fast_paths import EXPERTS, OPTIMIZER, Shapes
 from mint.engine.cuda.self_check import PathSource, check_paths
 
 
@@ -22,7 +22,7 @@ def test_a_check_that_cannot_begin_says_why() -> None:
     assert verdict.name == "self-check" and "no_such_module" in (verdict.fault or "")
 
 
-def test_torch_s_fused_optimizer_passes_the_check() -> None:
-    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (OPTIMIZER,))
+def test_torch_s_fused_optimizer_and_grouped_products_pass_the_check() -> None:
+    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (OPTIMIZER, EXPERTS))
     verdicts = check_paths(shapes.source, is_timed=False)
-    assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(OPTIMIZER, None)]
+    assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(EXPERTS, None), (OPTIMIZER, None)]

@@ -17,8 +17,8 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
-from mint.engine.cuda.fast_paths import CAPTURE, FLEX, OPTIMIZER, TRITON, Shapes
-from mint.engine.cuda.graph_step import StepGraphs
+from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, OPTIMIZER, TRITON, Shapes
+from mint.engine.cuda.graph_step import StepGraphs, StepKernels
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.engine.drawing.draw import Draw, TorchDraw
@@ -63,6 +63,8 @@ class Device:
             names.append(FLEX)
         if _has_triton():
             names += [TRITON, CAPTURE]
+            if config.experts_of(config.num_hidden_layers - 1) is not None:
+                names.append(EXPERTS)
         shapes = Shapes.of(config, dtype, str(self.torch), names)
         if shapes not in self._verdicts:
             self._verdicts[shapes] = check_paths(shapes.source, is_timed=True)
@@ -132,9 +134,11 @@ class Device:
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
+            has_experts = any(config.experts_of(layer) is not None for layer in range(config.num_hidden_layers))
+            kernels = self._step_kernels() if has_experts and self._takes(TRITON, EXPERTS) else None
             if self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
-                return FlexOperations(dtype, self.torch, activation)
-            return CudaOperations(dtype, self.torch, activation)
+                return FlexOperations(dtype, self.torch, activation, expert_kernels=kernels)
+            return CudaOperations(dtype, self.torch, activation, expert_kernels=kernels)
         return TorchOperations(dtype, self.torch, activation)
 
     def operations_beside_modules(self, dtype: torch.dtype) -> TorchOperations:
@@ -145,15 +149,18 @@ class Device:
         """The decoding steps of a base model over its KV cache, and the states of its delta nets."""
         if isinstance(decoder.operations, NativeOperations):
             return NativeSteps(decoder, decoder.operations, cache, states)
-        if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder):
-            try:
-                # Imports Triton, which only CUDA builds of torch bring with them.
-                from mint.engine.cuda.kernels import TritonKernels
-            except ModuleNotFoundError as error:
-                log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
-            else:
-                return StepGraphs(decoder, cache, TritonKernels())
-        return EagerSteps(decoder, cache, states)
+        kernels = self._step_kernels() if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder) else None
+        return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
+
+    def _step_kernels(self) -> StepKernels | None:
+        """Those of Triton; None where it is not installed."""
+        try:
+            # Imports Triton, which only CUDA builds of torch bring with them.
+            from mint.engine.cuda.kernels import TritonKernels
+        except ModuleNotFoundError as error:
+            log.warning("decoding by plain operations, which is several times slower: %s. Install triton", error)
+            return None
+        return TritonKernels()
 
     def draw(self, operations: Operations) -> Draw:
         """How tokens are drawn from the logits of these operations."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, StepKernels
+from mint.engine.cuda.grouped_experts import tile_pairs
 from mint.engine.cuda.guarded_memory import GuardedMemory
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.plain_kernels import PlainKernels
@@ -32,7 +33,8 @@ from mint.engine.protocol import AdamSpec
 from mint.engine.sampling.kv_cache import side_by_side
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
-NAMES = (FLEX, TRITON, CAPTURE, OPTIMIZER)
+EXPERTS = "grouped experts"
+NAMES = (FLEX, TRITON, CAPTURE, EXPERTS, OPTIMIZER)
 
 RANK = 16
 SLOTS = 3
@@ -72,10 +74,23 @@ class Shapes:
     dtype: str
     device: str
     names: tuple[str, ...] = NAMES
+    experts: int = 64
+    experts_of_row: int = 4
+    expert_inner: int = 256
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: torch.dtype, device: str, names: Sequence[str]) -> Shapes:
         """Those of a base model; `names` are the paths that it would take."""
+        mixture = config.experts_of(config.num_hidden_layers - 1)
+        own = (
+            {}
+            if mixture is None
+            else {
+                "experts": mixture.count,
+                "experts_of_row": mixture.per_token,
+                "expert_inner": mixture.intermediate_size,
+            }
+        )
         return cls(
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -89,6 +104,7 @@ class Shapes:
             dtype=str(dtype).removeprefix("torch."),
             device=device,
             names=tuple(names),
+            **own,
         )
 
     @property
@@ -109,6 +125,8 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         yield from step_kernel_paths(shapes, TritonKernels(), ROWS)
     if CAPTURE in shapes.names:
         yield from _captured(shapes)
+    if EXPERTS in shapes.names:
+        yield from _experts(shapes)
     if OPTIMIZER in shapes.names:
         yield from _optimizer(shapes)
 
@@ -272,6 +290,30 @@ def _captured(shapes: Shapes) -> Iterator[FastPath]:
         return found
 
     yield FastPath(CAPTURE, "two replays", replayed, lambda: [layer(first), layer(second)], TOLERANCE[dtype])
+
+
+def _experts(shapes: Shapes) -> Iterator[FastPath]:
+    """Grouped products of rows that lie in tiles by expert, of whom many have no row."""
+    dtype = _dtype(shapes)
+    weight = _random(shapes, shapes.experts, 2 * shapes.expert_inner, shapes.hidden, seed=1, dtype=dtype)
+    for count in ROWS:
+        x = _random(shapes, count, shapes.hidden, seed=2, dtype=dtype)
+        chosen = _random(shapes, count, shapes.experts, seed=3).topk(shapes.experts_of_row).indices
+
+        def grouped(x: Tensor = x, chosen: Tensor = chosen) -> list[Tensor]:
+            pairs = tile_pairs(chosen, shapes.experts)
+            wide = x.new_zeros(len(pairs.experts), x.shape[1])
+            wide.index_copy_(0, pairs.places.reshape(-1), x.repeat_interleave(shapes.experts_of_row, dim=0))
+            return [F.grouped_mm(wide, weight.mT, offs=pairs.ends)[pairs.places]]
+
+        def looped(x: Tensor = x, chosen: Tensor = chosen) -> list[Tensor]:
+            out = x.new_zeros(*chosen.shape, weight.shape[1])
+            for row, choice in enumerate(chosen.tolist()):
+                for place, expert in enumerate(choice):
+                    out[row, place] = weight[expert] @ x[row]
+            return [out]
+
+        yield FastPath(EXPERTS, f"{count} rows", grouped, looped, TOLERANCE[dtype])
 
 
 def _optimizer(shapes: Shapes) -> Iterator[FastPath]:

@@ -12,10 +12,13 @@ from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cuda.attention import FlexPackedAttention
-from mint.engine.model.config import Activation, Windows
-from mint.engine.model.linear import DenseMatrix, Float32Product, Matrix, add_residual
-from mint.engine.model.operations import Attention
+from mint.engine.cuda.graph_step import StepKernels
+from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
+from mint.engine.model.config import Activation, DecoderConfig, Windows
+from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, add_residual
+from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
 
 MAX_ROWS = 16384
@@ -46,11 +49,23 @@ class CudaOperations(TorchOperations):
         activation: Activation = "silu",
         *,
         memory_bytes: int | None = None,
+        expert_kernels: StepKernels | None = None,
     ) -> None:
-        """`memory_bytes` are those of a GPU that is not here, to plan for it."""
+        """`memory_bytes` are those of a GPU that is not here, to plan for it. With `expert_kernels`, the experts of a
+        mixture are computed together where no gradient is needed."""
         super().__init__(dtype, device, activation)
+        self._expert_kernels = expert_kernels
         total = memory_bytes or torch.cuda.get_device_properties(device).total_memory
         self.logits_at_once = min(TorchOperations.logits_at_once, total // LOGITS_SHARE // 4)
+
+    @override
+    def mixture(
+        self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears
+    ) -> FeedForward:
+        mixture, kernels = config.experts_of(layer), self._expert_kernels
+        if mixture is None or kernels is None or not GroupedMixtureOfExperts.fits(config, weights):
+            return super().mixture(weights, norm, layer, config, loras)
+        return GroupedMixtureOfExperts(self, kernels, weights, norm, layer, config, mixture, loras)
 
     @override
     def release_memory(self) -> None:

@@ -56,6 +56,13 @@ class MixtureOfExperts:
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
         scores = self._add_bias(scores, self._weights.router_bias)
         routing_weights, chosen = _route(scores, self._mixture)
+        return self.run_experts(normed, routing_weights, chosen, x, loras)
+
+    def run_experts(
+        self, normed: Tensor, routing_weights: Tensor, chosen: Tensor, residual: Tensor, loras: Sequence[LoraRows]
+    ) -> Tensor:
+        """`residual` [T, E] plus the sum of the experts `chosen` [T, K] of `normed` [T, E], with `routing_weights`
+        [T, K]."""
         order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs by expert, the rows of each in their own order
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places = places.view(chosen.shape)
@@ -68,7 +75,7 @@ class MixtureOfExperts:
             inner = _SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
             narrow = self._loras.multiply(inner, weights.down, f"{site}.down", own)
             parts.append(self._add_bias(narrow, weights.down_bias))
-        return _Combine.run(torch.cat(parts), routing_weights, x, order, places)
+        return _Combine.run(torch.cat(parts), routing_weights, residual, order, places)
 
     def _add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return x if bias is None else AddBias.run(x, bias, self._operations)

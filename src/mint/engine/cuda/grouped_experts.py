@@ -1,0 +1,136 @@
+"""A mixture of experts on a GPU without gradients: one grouped product over all experts, and no wait for the device.
+
+`MixtureOfExperts` runs two products for each expert, and has to read back how many rows each of them has. Here pairs of
+a row and an expert are sorted by expert into a layout of fixed size, in which each expert begins a tile of rows. One
+grouped product of torch computes all experts, and the kernels of captured steps add a lora's part, with the expert as
+the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). Several loras are one pass
+each. With a gradient, with biases, and in families whose activation is no SwiGLU, it is the loop over experts.
+
+Letters: T rows · E hidden size · K experts per row · P pairs (T·K) · N experts · M rows of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
+
+from mint.engine.cuda.graph_step import StepKernels
+from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.linear import DenseMatrix, LoraLinears
+from mint.engine.model.mixture_of_experts import MixtureOfExperts
+from mint.engine.model.operations import Operations
+from mint.engine.model.weights import MixtureWeights, MlpWeights, expert_site
+
+
+@dataclass(frozen=True)
+class TiledPairs:
+    """The layout of pairs: `places` [T, K] of each pair, `ends` int32 [N] of each expert, and the expert of each place,
+    `experts` int32 [M] (-1: none). An expert's rows begin at a multiple of `TILE_ROWS`."""
+
+    places: Tensor
+    ends: Tensor
+    experts: Tensor
+
+
+def tile_pairs(chosen: Tensor, count: int) -> TiledPairs:
+    """The layout of the experts `chosen` [T, K] out of `count`; its size depends on T, K and `count` alone."""
+    pairs, device = chosen.numel(), chosen.device
+    order = torch.argsort(chosen.reshape(-1), stable=True)
+    owners = chosen.reshape(-1)[order]
+    borders = torch.searchsorted(owners, torch.arange(count + 1, device=device))
+    tiles = (borders.diff() + TILE_ROWS - 1) // TILE_ROWS
+    ends = tiles.cumsum(0) * TILE_ROWS
+    shifts = ends - tiles * TILE_ROWS - borders[:-1]
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(pairs, device=device) + shifts[owners])
+    size = TILE_ROWS * min(pairs, (pairs + count * (TILE_ROWS - 1)) // TILE_ROWS)
+    experts = torch.searchsorted(ends, torch.arange(size, device=device), right=True)
+    experts = experts.masked_fill(experts == count, -1)
+    return TiledPairs(places.view(chosen.shape), ends.int(), experts.int())
+
+
+class GroupedMixtureOfExperts(MixtureOfExperts):
+    """`MixtureOfExperts` whose experts are computed together where no gradient is needed."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        kernels: StepKernels,
+        weights: MixtureWeights,
+        norm: Tensor,
+        layer: int,
+        config: DecoderConfig,
+        mixture: ExpertsConfig,
+        loras: LoraLinears,
+    ) -> None:
+        """`norm` [E]. The experts' matrices become views into one tensor each."""
+        super().__init__(operations, weights, norm, layer, config, loras)
+        self._kernels = kernels
+        self._count = mixture.count
+        self._gate_up = torch.stack([own.gate_up.dense() for own in weights.experts])
+        self._down = torch.stack([own.down.dense() for own in weights.experts])
+        weights.experts[:] = [
+            MlpWeights(operations.matrix(gate_up), operations.matrix(down))
+            for gate_up, down in zip(self._gate_up, self._down, strict=True)
+        ]
+        operations.release_memory()
+
+    @staticmethod
+    def fits(config: DecoderConfig, weights: MixtureWeights) -> bool:
+        """Whether the experts are SwiGLUs without biases, of widths that a grouped product takes, and their loras have
+        one part for the gate and one for up."""
+        first = weights.experts[0]
+        if not all(isinstance(own, DenseMatrix) for own in (first.gate_up, first.down)):
+            return False
+        is_plain = first.gate_up_bias is None and first.down_bias is None and config.family.activation == "silu"
+        is_joint = config.family.experts is not None and config.family.experts.stacked
+        return is_plain and not is_joint and first.down.inputs % 8 == 0 and first.down.outputs % 8 == 0
+
+    @override
+    def run_experts(
+        self, normed: Tensor, routing_weights: Tensor, chosen: Tensor, residual: Tensor, loras: Sequence[LoraRows]
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().run_experts(normed, routing_weights, chosen, residual, loras)
+        out = residual.clone()
+        for run in loras:
+            rows = slice(run.start, min(run.stop, len(normed)))
+            if rows.start < rows.stop:
+                self._add_experts(out[rows], normed[rows], routing_weights[rows], chosen[rows], run.weights)
+        return out
+
+    def _add_experts(
+        self, out: Tensor, normed: Tensor, routing_weights: Tensor, chosen: Tensor, lora: LoraWeights | None
+    ) -> None:
+        """Adds the weighted sum of each row's experts to `out` [T, E], which has one lora."""
+        pairs = tile_pairs(chosen, self._count)
+        places, dtype = pairs.places, self._gate_up.dtype
+        wide = normed.new_zeros(len(pairs.experts), normed.shape[1])
+        wide.index_copy_(0, places.reshape(-1), normed.repeat_interleave(places.shape[1], dim=0))
+        product = F.grouped_mm(wide.to(dtype), self._gate_up.mT, offs=pairs.ends)
+        wide, narrow = self._kernels.swiglu(product, self._part(lora, "gate_up", wide, pairs.experts))
+        product = F.grouped_mm(narrow, self._down.mT, offs=pairs.ends)
+        nothing = torch.zeros(product.shape, device=product.device)
+        found = self._kernels.add(product, nothing, self._part(lora, "down", wide, pairs.experts))
+        for choice in range(places.shape[1]):
+            out.add_(found.index_select(0, places[:, choice]).mul_(routing_weights[:, choice : choice + 1]))
+
+    def _part(self, lora: LoraWeights | None, product: str, x: Tensor, experts: Tensor) -> LoraPart | None:
+        """A lora's part of a product of all experts: their matrices lie equally far from one another."""
+        names = [f"{expert_site(self._layer, expert)}.{product}" for expert in range(min(2, self._count))]
+        if lora is None or names[0] not in lora.sites:
+            return None
+        first, last = lora.sites[names[0]], lora.sites[names[-1]]
+        apart = last.a.storage_offset() - first.a.storage_offset()
+        a, b = first.a.detach(), first.bs[0].detach()
+        stacked_a = a.as_strided((self._count, *a.shape), (apart, *a.stride()))
+        outputs = sum(len(own) for own in first.bs)
+        stacked_b = b.as_strided((self._count, outputs, b.shape[1]), (apart, *b.stride()))
+        scales = torch.full((self._count,), lora.scale, device=x.device)
+        return LoraPart(self._kernels.shrink(x, stacked_a, experts), stacked_b, scales, experts)

@@ -1,0 +1,93 @@
+"""Experts that are computed together give what the loop over experts gives, and nothing is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import new_lora, open_decoder
+from small_models import write_model
+from torch import Tensor
+
+from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs
+from mint.engine.cuda.lora_slots import TILE_ROWS
+from mint.engine.cuda.plain_kernels import PlainKernels
+from mint.engine.lora import LoraRows
+from mint.engine.model.decoder import Decoder
+from mint.engine.model.weights import MixtureWeights
+from mint.engine.protocol import LoraSpec
+
+WIDTHS: dict[str, Any] = {"num_experts": 20, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def _grouped(decoder: Decoder, layer: int) -> GroupedMixtureOfExperts:
+    own, mixture = decoder.weights.layers[layer], decoder.config.experts_of(layer)
+    assert isinstance(own.mlp, MixtureWeights) and own.mlp_norm is not None and mixture is not None
+    assert GroupedMixtureOfExperts.fits(decoder.config, own.mlp)
+    shared = own.mlp, own.mlp_norm, layer, decoder.config, mixture, decoder.loras
+    return GroupedMixtureOfExperts(decoder.operations, PlainKernels(), *shared)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+@pytest.mark.parametrize("rows", [1, 17, 100])
+def test_each_expert_has_its_pairs_in_tiles_of_its_own(rows: int, count: int) -> None:
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.rand(rows, count, generator=generator).topk(min(3, count)).indices
+        if seed == 4:
+            chosen = chosen[:, :1] * 0  # all rows go to one expert
+        pairs = tile_pairs(chosen, count)
+        assert pairs.places.unique().numel() == chosen.numel()
+        assert torch.equal(pairs.experts[pairs.places].long(), chosen)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), pairs.ends[:-1]])
+        assert not (pairs.ends % TILE_ROWS).any() and len(pairs.experts) >= int(pairs.ends[-1])
+        for expert in range(count):
+            inside = pairs.experts[starts[expert] : pairs.ends[expert]]
+            assert (inside == expert).all() and len(inside) - int((chosen == expert).sum()) < TILE_ROWS
+        assert (pairs.experts[int(pairs.ends[-1]) :] == -1).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_together_give_what_the_loop_gives_with_any_loras(dtype: torch.dtype, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="qwen3_moe", **WIDTHS)
+    decoder = open_decoder(tmp_path, dtype)
+    loop, generator = decoder.mixtures[0], torch.Generator().manual_seed(0)
+    loras = [new_lora(decoder, LoraSpec(rank, 0, True, rank > 2, False)) for rank in (5, 2)]
+    for lora in loras:
+        lora.flat.copy_(torch.randn(lora.flat.shape, generator=generator) * 0.1)
+    for runs in (
+        [LoraRows(0, 1, None)],
+        [LoraRows(0, 33, loras[0])],
+        [LoraRows(0, 7, loras[0]), LoraRows(7, 8, None), LoraRows(8, 40, loras[1]), LoraRows(40, 64, loras[0])],
+    ):
+        x = torch.randn(runs[-1].stop, decoder.config.hidden_size, generator=generator)
+        expected = loop(x, runs)
+        found = _grouped(decoder, 0)(x, runs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype] * float(expected.abs().max()))
+        # what the loop reads afterwards are views of the same numbers
+        assert torch.equal(loop(x, runs), expected)
+
+
+def test_with_a_gradient_it_is_the_loop(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="qwen3_moe", **WIDTHS)
+    decoder = open_decoder(tmp_path, torch.float32)
+    loop = decoder.mixtures[0]
+    x = torch.randn(9, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def gradient(mixture: Any) -> Tensor:
+        own = x.clone().requires_grad_()
+        mixture(own, [LoraRows(0, 9, None)]).square().sum().backward()
+        assert own.grad is not None
+        return own.grad
+
+    assert torch.equal(gradient(_grouped(decoder, 0)), gradient(loop))
+
+
+@torch.inference_mode()
+def test_nothing_is_read_back_from_the_device() -> None:
+    pairs = tile_pairs(torch.zeros(64, 4, dtype=torch.int64, device="meta"), 20)
+    assert pairs.experts.is_meta and pairs.experts.shape == ((64 * 4 + 20 * 15) // 16 * 16,)
