@@ -21,7 +21,13 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-KERNEL_TESTS = ("test_native.py", "test_native_products.py", "test_native_attention.py", "test_draw.py")
+KERNEL_TESTS = (
+    "test_native.py",
+    "test_native_products.py",
+    "test_native_attention.py",
+    "test_native_mlp.py",
+    "test_draw.py",
+)
 STEP_TESTS = ("test_recorded_step.py", "test_delta_net.py", "test_experts.py")
 
 

@@ -10,6 +10,14 @@
 #define QUERIES 8
 #define COLUMNS (2 * LANES) /* head dimensions are multiples of this */
 
+/* Rows of heads lie too far apart for the processor to fetch them ahead by itself. */
+#define AHEAD 16 /* rows */
+#define LINE 64
+
+static void fetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
+}
+
 /* The keys and values of one kv head that some rows share, in float32: as they are [width, D], and turned, 16 of them
    side by side [width / 16, D, 16]; and what their gradients have become. */
 typedef struct {
@@ -124,11 +132,16 @@ static void turn(const float *rows, int64_t count, int64_t dim, float *turned) {
 }
 
 static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
-    int64_t dim = span->dim, count = keys_of(p, last);
+    const int64_t dim = span->dim, count = keys_of(p, last), bytes = half ? 2 : 4;
     float *values = span->value_grads; /* a place for a moment */
     span->width = (count + LANES - 1) / LANES * LANES;
     for (int64_t j = 0; j < span->width; j++) {
         int64_t at = (row_of_key(p, last, j < count ? j : count - 1) * p->total_heads + p->query_heads + k) * dim;
+        if (j + AHEAD < count) {
+            const char *next = heads + (row_of_key(p, last, j + AHEAD) * p->total_heads + p->query_heads + k) * dim * bytes;
+            fetch(next, dim * bytes);
+            fetch(next + p->kv_heads * dim * bytes, dim * bytes);
+        }
         for (int64_t d = 0; d < dim; d += LANES) {
             *(vf *)(span->keys + j * dim + d) = load(heads, at + d, half);
             *(vf *)(values + j * dim + d) = load(heads, at + p->kv_heads * dim + d, half);
@@ -144,6 +157,11 @@ static void add_span(const Packed *p, int64_t last, int64_t k, const Span *span,
     int64_t dim = span->dim, count = keys_of(p, last);
     for (int64_t j = 0; j < count; j++) {
         float *to = grads + (row_of_key(p, last, j) * p->total_heads + p->query_heads + k) * dim;
+        if (j + AHEAD < count) {
+            const float *next = grads + (row_of_key(p, last, j + AHEAD) * p->total_heads + p->query_heads + k) * dim;
+            fetch(next, dim * sizeof(float));
+            fetch(next + p->kv_heads * dim, dim * sizeof(float));
+        }
         for (int64_t d = 0; d < dim; d += LANES) {
             *(vf *)(to + d) += *(vf *)(span->key_grads + j * dim + d);
             *(vf *)(to + p->kv_heads * dim + d) += *(vf *)(span->value_grads + j * dim + d);
@@ -166,6 +184,12 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
             *(vf *)(block->queries + i * dim + d) = query * scale;
             *(vf *)(block->grads + i * dim + d) = load(grad_out, (row * p->query_heads + own) * dim + d, half);
         }
+    }
+    for (int64_t row = r + count; row < p->rows && row < r + 2 * count; row++) { /* for the next block */
+        const int64_t bytes = half ? 2 : 4;
+        fetch(heads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
+        fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
+        fetch(grads + (p->row[row] * p->total_heads + head) * dim, heads_taken * dim * sizeof(float));
     }
     memset(block->queries + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
     memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
