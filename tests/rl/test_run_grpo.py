@@ -153,6 +153,14 @@ def test_groups_without_a_signal_are_counted_no_step_is_taken_and_the_run_says_s
     assert rows(result, "findings.jsonl")
 
 
+def test_an_entropy_bonus_acts_on_groups_without_a_signal_too() -> None:
+    config = RLConfig(base_model="mint/tiny", steps=6, batch_size=3, max_tokens=4, heldout_size=0, learning_rate=3e-3)
+    result = run_grpo(Constant(), config.changed(loss_fn_config={"entropy_coef": 0.1}))
+    metrics = rows(result, "metrics.jsonl")
+    assert [row["datums"] for row in metrics] == [12.0] * 6
+    assert metrics[-1]["train/entropy"] > 1.2 * metrics[0]["train/entropy"]
+
+
 def test_a_failing_grader_costs_its_sample_and_is_shown() -> None:
     class FailsOnSome(ManyDigits):
         def compute_reward(self, response: str, item: str) -> float:

@@ -363,6 +363,11 @@ class RLConfig(RunConfig):
         """Whether there is a KL penalty at any step."""
         return self.kl_penalty_coef > 0 or bool(self.kl_penalty_coef_end)
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss of the server has an entropy bonus."""
+        return (self.loss_fn_config or {}).get("entropy_coef", 0.0) > 0
+
     def kl_penalty_coef_at(self, step: int) -> float:
         """The weight of the KL penalty at `step` (counted from 1)."""
         if self.kl_penalty_coef_end is None or self.steps < 2:

@@ -70,7 +70,8 @@ class PolicyTrainer:
     def train(self, batch: RolloutBatch, *, on_policy: bool) -> PolicyUpdate:
         """Takes the optimizer steps of one batch.
 
-        A group without an advantage is left out, unless there is a KL penalty; so is one that `group_filter` refuses.
+        A group without an advantage is left out, unless there is a KL penalty or an entropy bonus, which need no
+        advantage; so is one that `group_filter` refuses.
         `on_policy`: the weights to train are those that sampled, so that sampler and trainer must agree on every
         logprob.
 
@@ -78,13 +79,10 @@ class PolicyTrainer:
             InvalidRequestError: a function of the settings returned something that it must not.
         """
         counted = rollout_advantages(batch.groups, self.config)
+        all_train = self.reference is not None or self.config.has_entropy_bonus
         with_signal = {id(one.group) for one in counted if one.advantages_T.any()}
         refused = {id(group) for group in batch.groups if not passes_filter(group, self.config)}
-        used = [
-            one
-            for one in counted
-            if (self.reference is not None or id(one.group) in with_signal) and id(one.group) not in refused
-        ]
+        used = [one for one in counted if (all_train or id(one.group) in with_signal) and id(one.group) not in refused]
         if not used:
             return PolicyUpdate(counted)
         advantages, metrics = self._token_advantages(used, batch.step)
