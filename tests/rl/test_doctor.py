@@ -284,6 +284,28 @@ def test_a_guess_that_was_right_once_is_not_called_a_constant_answer(service: mi
     assert not lucky.fixed_reply_pays
 
 
+@pytest.mark.parametrize(("wrong_at_random", "verdict"), [(0.1, "go"), (0.2, "unlearnable")])
+def test_a_grader_that_is_wrong_in_a_fifth_of_the_cases_is_too_noisy(
+    wrong_at_random: float, verdict: str, service: mint.ServiceClient
+) -> None:
+    drawn = random.Random(0)
+
+    class Flipped(Arithmetic):
+        def compute_reward(self, response: str, item: Problem) -> Reward:
+            right = super().compute_reward(response, item).value
+            return Reward(1 - right if drawn.random() < wrong_at_random else right)
+
+    found = examine(Flipped(), CONFIG, service_client=service, prompts=64, samples=8)
+    assert found.verdict == verdict, found.lines()
+
+
+def test_a_task_that_one_reply_surely_solves_better_is_not_called_solved(service: mint.ServiceClient) -> None:
+    seen = examined(Arithmetic(), service).evidence
+    nearly = replace(seen, success=(0.91, 0.85, 0.97), mean=(0.91, 0.85, 0.97))
+    assert decide(replace(nearly, fixed_reward=(1.0, 0.98, 1.0)))[0] == "reward_constant"
+    assert decide(replace(nearly, fixed_reward=(0.93, 0.87, 0.99)))[0] == "saturated"
+
+
 class HashOfTheReply(Arithmetic):
     """A coin for each reply to each question, the same whenever it is graded."""
 

@@ -10,9 +10,10 @@ TaskVerdict = Literal["go", "sft_first", "saturated", "reward_constant", "unlear
 
 UNGRADED_LIMIT = 0.5
 TRUNCATED_LIMIT = 0.25
-NOISE_LIMIT = 0.75
+NOISE_LIMIT = 0.5
 """How much rewards change when graded again, as a share of how much those of different completions differ. Of a coin
-that is 1, of a grader that is wrong at random in a tenth of the cases a third; measured on 256 completions, ± 0.12."""
+that is 1. Of a grader that is wrong at random in a tenth of the cases it is 0.36, and the bundled model learned; of one
+that is wrong in a fifth 0.64, and it did not (benchmarks/RESULTS.md). Measured on 256 completions, ± 0.12."""
 
 JUNK_LIMIT = 0.5
 
@@ -162,7 +163,8 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             f"{seen.enough_tokens}, where they earn {seen.longer_gain[0]:.2f} more",
             f"Set max_tokens to {seen.enough_tokens} and examine again: rewards of truncated completions mislead",
         )
-    if seen.fixed_reply_pays and seen.success[0] < SATURATED_FROM:
+    # The lower bound: a task that is perhaps solved, and surely solved better by one reply, is not a solved task.
+    if seen.fixed_reply_pays and seen.success[1] < SATURATED_FROM:
         return (
             "reward_constant",
             f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward[0]:.2f}, the model earns "
