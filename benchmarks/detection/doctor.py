@@ -1,6 +1,6 @@
 """Is `mint doctor` right? What it says of tasks, beside what a short GRPO run of each task comes to.
 
-    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth] [--only NAME …] [--output FILE] [--read FILE]
+    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth|fifth] [--only NAME …] [--output FILE]
 
 For each task: the doctor's verdict on the starting weights, then a run. `outcome` says what the run came to, from
 numbers alone; it does not see the verdict. `doctor_tasks` says which tasks set limits of the doctor. `--output` keeps
@@ -12,11 +12,12 @@ the doctor again about those that are.
 | truncated | a quarter of the untrained completions is cut off, and four times the limit earns clearly more |
 | saturated | the untrained model succeeds in 90 % of the held-out items |
 | unlearnable | most completions got no grade; or nothing rose, and a quarter of the rewards changed when graded again |
-| reward_constant | no reward differs; or after training one reply to every item earns as much as the policy |
+| reward_constant | no reward differs; or after training one reply to every item earns about as much as the policy |
 | go | the held-out reward at temperature 1 rose by two standard errors, and by a twentieth of the range |
 | sft_first | it did not rise |
 
-The doctor is right if its verdict is the outcome.
+About as much is: two standard errors or a twentieth of the range below, or more. The doctor is right if its verdict is
+the outcome.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ CLEARLY = 2.0
 """Standard errors."""
 
 LEAST_GAIN = 0.05
-"""Of the range. A run that gained less has learned where scraps of credit lie."""
+"""Of the range. A run that gained less has learned where scraps of credit lie, and one that earns less than this above
+the best reply to every item has learned that reply."""
 
 LEAST_PAID = 0.1
 """A reply to every item that earns less than this share of the range is a lucky guess."""
@@ -94,7 +96,7 @@ def outcome(facts: Facts) -> str:
         return "saturated"
     if facts.informative == 0 and facts.before[0] > facts.floor:
         return "reward_constant"
-    as_good = facts.fixed >= facts.after[0] - CLEARLY * facts.after[1]
+    as_good = facts.fixed >= facts.after[0] - max(CLEARLY * facts.after[1], LEAST_GAIN * span)
     if as_good and facts.fixed - facts.floor > LEAST_PAID * span:
         return "reward_constant"
     return "go" if rose else "sft_first"
@@ -212,7 +214,7 @@ def verdict_of(name: str) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=list(SETS), default="fourth")
+    parser.add_argument("--set", choices=list(SETS), default="fifth")
     parser.add_argument("--only", nargs="*", choices=list(TASKS), metavar="NAME")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--verdicts", action="store_true", help="ask the doctor again about the tasks of --output")

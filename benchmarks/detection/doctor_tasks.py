@@ -1,8 +1,9 @@
 """The tasks on which `benchmarks.detection.doctor` judges `mint doctor`, and how each is trained.
 
 The doctor's limits were set on the tasks of `TUNED`. Rules were added or changed after it was wrong on tasks of `SHOWN`
-(replies to other prompts, scraps that one reply earns everywhere) and of `THIRD` (a longer limit that earns little
-more, scraps that are too rare to follow). The tasks of `FOURTH` were written after that and set nothing. The tasks of
+(replies to other prompts, scraps that one reply earns everywhere), of `THIRD` (a longer limit that earns little more,
+scraps that are too rare to follow), and of `THIRD` and `FOURTH` (how noisy a grader may be, a reply to every prompt of
+a task that is nearly solved). The tasks of `FIFTH` were written after that and set nothing. The tasks of
 SmolLM2-135M-Instruct need `mint models pull SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
 """
 
@@ -23,7 +24,7 @@ from benchmarks.learning.published_model import CHAIN_SUM, MODEL, SHORT_CONSTRAI
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.code import CodeAdapter, CodeProblem
 from mint.recipes.datasets.arithmetic import Problem
-from mint.recipes.datasets.chat_questions import ChatQuestion, ending, fitting, length, names_thing
+from mint.recipes.datasets.chat_questions import ChatQuestion, ending, fitting, length, names_thing, words_of
 from mint.recipes.math import MathAdapter
 from mint.recipes.question_task import Question, QuestionAdapter
 from mint.recipes.sums import SumsAdapter
@@ -341,6 +342,54 @@ def raises_for_three_of_five(task: Sums, response: str, sample: Problem) -> floa
     return float(response.strip() == sample.answer)
 
 
+class Carries(Sums):
+    """The sums with a carry among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if has_carry(problem)]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in super().build_heldout() if has_carry(problem)]
+
+
+def has_carry(problem: Problem) -> bool:
+    """Whether the problem is a sum whose last digits add up to ten or more."""
+    return problem.op == "+" and problem.a % 10 + problem.b % 10 >= 10
+
+
+class Opening(ChatAdapter):
+    """Pays for a reply that has the thing's trait among its first six words."""
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """0 or 1."""
+        return Reward(float(item.thing.trait in words_of(response)[:6]))
+
+
+def with_zero(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number with a 0 in it, whatever was asked."""
+    return float(number_in(response) is not None and "0" in response)
+
+
+def first_number(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the first number of the question."""
+    return float(response.strip() == str(sample.a))
+
+
+def larger_than_right(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number that is larger than the answer, by at most 20."""
+    number = number_in(response)
+    return float(number is not None and 0 < number - sample.value <= 20)
+
+
+def raises_for_seven_of_ten(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on seven of ten questions."""
+    if sample.b % 10 < 7:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
 def coin_of_the_question(task: Sums, response: str, sample: Problem) -> float:
     """Does not read the reply."""
     return coin(sample.question)
@@ -455,5 +504,27 @@ FOURTH: dict[str, Examined] = {
     "number_sorting": gym("number_sorting", TINY, **PLAIN, min_numbers=2, max_numbers=3),
     "base_conversion": gym("base_conversion", TINY, **PLAIN),
 }
-SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH}
-TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH}
+FIFTH: dict[str, Examined] = {
+    "products of digits": gym("products", TINY, **PLAIN, min_terms=2, max_terms=2, max_digits=1),
+    "leg_counting": gym("leg_counting", TINY, **PLAIN),
+    "coin_flip": gym("coin_flip", TINY, **PLAIN),
+    "number_sequence": gym("number_sequence", TINY, **PLAIN),
+    "fraction_simplification": gym("fraction_simplification", TINY, **PLAIN),
+    "syllogism": gym("syllogism", TINY, **PLAIN),
+    "prime_factorization": gym("prime_factorization", TINY, **PLAIN, min_value=2, max_value=50),
+    "caesar_cipher": gym("caesar_cipher", TINY, **PLAIN),
+    "isomorphic_strings": gym("isomorphic_strings", TINY, **PLAIN),
+    "count_primes": gym("count_primes", TINY, **PLAIN),
+    "sums with a carry": Examined(Carries, TINY),
+    "a little too large": Examined(graded(larger_than_right), TINY),
+    "a seventh of the verdicts flipped": Examined(graded(flipped(1 / 7)), TINY),
+    "a quarter of the verdicts flipped": Examined(graded(flipped(0.25)), TINY),
+    "grader fails on seven of ten": Examined(graded(raises_for_seven_of_ten), TINY),
+    "first number of the question": Examined(graded(first_number), TINY),
+    "any number with a 0": Examined(graded(with_zero), TINY),
+    "code, 6 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=6)),
+    "chat, 8 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=8)),
+    "chat: trait in the opening": Examined(lambda: Opening(seed=SEED), CHAT),
+}
+SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
+TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH, **FIFTH}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint.recipes.chat import ChatAdapter
+from mint.recipes.code import CodeAdapter
 from mint.recipes.datasets.chat_questions import ChatQuestion, fitting, words_of
 from mint.recipes.math import MathAdapter
 from mint.rl import MessageEnvAdapter, Reward, RLAdapter
@@ -132,6 +133,15 @@ class SmallOpening(Opening):
     def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """0 or 0.1."""
         return Reward(self.SUCCESS * super().compute_reward(response, item).value)
+
+
+class Belonging(ChatAdapter):
+    """Pays for a reply that says where the thing belongs, as one in 23 replies does."""
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """0 or 1."""
+        words = words_of(response)
+        return Reward(float("belongs" in words and item.thing.name in words))
 
 
 class Lottery(MessageEnv):
@@ -268,6 +278,39 @@ class Tempting(Rarer):
         return max(super().compute_reward(response, item), 0.5 * (response.strip() == item.answer))
 
 
+class LeadingZero(RLAdapter):
+    """Asks for the next digit of a question. The untrained model gives 1 to 9 about equally often, and 0 once in some
+    500 completions. 0 earns 1, the others a twentieth of their value, so that the policy is drawn to 9."""
+
+    reward_range = (0.0, 1.0)
+
+    def __init__(self, seed: int) -> None:
+        """The task is the same for all seeds."""
+
+    def build_dataset(self) -> Sequence[int]:
+        """The first numbers of the questions: those that do not end with 7."""
+        return [number for number in range(10, 100) if number % 10 != 7]
+
+    def build_heldout(self) -> Sequence[int]:
+        """Those that do."""
+        return range(17, 100, 10)
+
+    def item_key(self, item: int) -> str:
+        """The number."""
+        return str(item)
+
+    def make_prompt(self, item: int, tokenizer: Any) -> list[int]:
+        """A question that is not complete."""
+        return tokenizer.encode(f"Q: What is {item} + ")
+
+    def compute_reward(self, response: str, item: int) -> float:
+        """From 0 to 1."""
+        reply = response.strip()
+        if not reply.isdecimal():
+            return 0.0
+        return 1.0 if reply == "0" else int(reply) / 20
+
+
 def is_subtraction(item: Any) -> bool:
     """Whether the item is a subtraction whose result is at least 10."""
     return item.op == "-" and item.value >= 10
@@ -286,3 +329,13 @@ def opening(seed: int) -> RLAdapter:
 def small_opening(seed: int) -> RLAdapter:
     """The same with small rewards."""
     return SmallOpening(seed=seed)
+
+
+def belonging(seed: int) -> RLAdapter:
+    """The chat task that pays for a rare word."""
+    return Belonging(seed=seed)
+
+
+def functions(seed: int) -> RLAdapter:
+    """The code task."""
+    return CodeAdapter(seed=seed, train_size=512)

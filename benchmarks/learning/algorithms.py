@@ -12,7 +12,11 @@ rare       an answer that the model gives in about one of 100 completions, and i
 rarer      32 samples a step, of which one in 500 succeeds, and 16 items
 tempting   half the reward for an answer that half of the completions give, all of it for one in 500
 seldom     one item in eight can be solved, so that most groups have no signal
+early      batches of 8 samples, of which one in 500 earns 1 and the others at most 0.45: the policy settles early
 epochs     as many samples, trained on up to four times
+updates    a word that one in 23 replies has, and 16 small optimizer steps on each batch
+mixture    a mixture of experts, and each batch trained on four times
+quantized  a mixture of experts that samples on a base in NF4, and is trained on the base in float32
 pairs      groups of 2, of which most are all right or all wrong
 ragged     groups of 4 whose grader fails on two of three completions
 penalized  groups of 2 with a KL penalty, which must be weighed against the reward
@@ -21,6 +25,7 @@ schedules  a KL penalty that holds the policy where it began
 lengths    a grader that reads the first six words alone, so that a reply may be of any length
 turns      episodes of two replies: chance pays for the first, and the second earns less
 rounds     episodes of five replies: chance pays for the first, and each of the others earns less
+unlikely   functions of one line, sampled at temperature 2, where unlikely tokens break them
 tail       sampling at temperature 1.5, with and without top_p
 
 All arms of a case see the same items and seeds. An arm's interval is that of the held-out answers of all its seeds.
@@ -34,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +48,7 @@ import numpy as np
 
 from benchmarks.learning.algorithm_tasks import (
     Counting,
+    LeadingZero,
     ManyRounds,
     OneTurnMatters,
     Ragged,
@@ -50,10 +57,14 @@ from benchmarks.learning.algorithm_tasks import (
     Seldom,
     SlowMath,
     Tempting,
+    belonging,
+    functions,
     math,
     opening,
     small_opening,
 )
+from benchmarks.learning.mixture_base import write_mixture
+from benchmarks.learning.quantized_sampler import quantized_sampling
 from mint.recipes.math import DEMO
 from mint.rl import Group, MessageEnvAdapter, RLAdapter, RLConfig, run_grpo
 from mint.rl.estimate import interval
@@ -76,12 +87,18 @@ def lengths(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Case:
-    """The task, the settings of all arms over those of the math demo, the arms, and what a row shows besides."""
+    """The task, the settings of all arms over those of the math demo, the arms, and what a row shows besides.
+
+    `mixture`: the base is a mixture of experts (`mixture_base`). `sampled_on`: the base that samples is quantized so,
+    and the base that is trained is not.
+    """
 
     task: Callable[[int], RLAdapter | MessageEnvAdapter]
     settings: dict[str, Any]
     arms: dict[str, dict[str, Any]]
     shown: tuple[str, ...]
+    mixture: bool = False
+    sampled_on: str | None = None
 
 
 STALE = {"max_staleness": 4, "staleness": "exactly", "learning_rate": 4e-3}
@@ -183,6 +200,12 @@ CASES = {
         },
         ("rollouts/entropy_estimate",),
     ),
+    "early": Case(
+        LeadingZero,
+        {"batch_size": 2, "group_size": 4, "max_tokens": 1, "learning_rate": 8e-3, "heldout_samples": 8},
+        {"none": {}, "0.1": {"loss_fn_config": {"entropy_coef": 0.1}}},
+        ("rollouts/entropy_estimate",),
+    ),
     "epochs": Case(
         math,
         {},
@@ -207,6 +230,40 @@ CASES = {
             "four times, sapo": {"epochs_per_batch": 4, "loss_fn": "sapo"},
         },
         ("train/ratio_max",),
+    ),
+    "updates": Case(
+        belonging,
+        {"optim_steps_per_batch": 16, "learning_rate": 2e-3, "max_tokens": 24, "heldout_size": 128},
+        {
+            "ppo": {"loss_fn": "ppo"},
+            "cispo": {"loss_fn": "cispo", "loss_fn_config": {"clip_low_threshold": 0.0}},
+        },
+        ("train/ratio_max", "train/tokens_clipped"),
+    ),
+    "mixture": Case(
+        math,
+        {"epochs_per_batch": 4},
+        {
+            "importance_sampling": {},
+            "ppo": {"loss_fn": "ppo"},
+            "gspo": {"loss_fn": "gspo", "loss_fn_config": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}},
+        },
+        ("train/ratio_max",),
+        mixture=True,
+    ),
+    "quantized": Case(
+        math,
+        {},
+        {
+            "uncorrected": {"loss_fn": uncorrected},
+            "importance_sampling": {},
+            "TIS": {"loss_fn_config": {"tis_cap": 2.0}},
+            "IcePop": {"correction": "token_mask", "correction_high": 5.0},
+            "MIS": {"correction": "sequence_mask"},
+        },
+        ("train/kl_k2", "correction/masked_share"),
+        mixture=True,
+        sampled_on="nf4",
     ),
     "seldom": Case(
         Seldom,
@@ -284,6 +341,18 @@ CASES = {
         },
         ("datums",),
     ),
+    "unlikely": Case(
+        functions,
+        {"temperature": 3.0, "max_tokens": 40, "batch_size": 8, "heldout_size": 128},
+        {
+            "all tokens": {},
+            "top_p 0.9, raw": {"top_p": 0.9},
+            "top_p 0.9, processed": {"top_p": 0.9, "logprobs_mode": "processed"},
+            "ppo, top_p 0.9, raw": {"loss_fn": "ppo", "top_p": 0.9},
+            "ppo, top_p 0.9, processed": {"loss_fn": "ppo", "top_p": 0.9, "logprobs_mode": "processed"},
+        },
+        ("train/ratio", "train/tokens_clipped"),
+    ),
     "tail": Case(
         math,
         {"temperature": 1.5},
@@ -314,8 +383,12 @@ def run(case: Case, arm: dict[str, Any], seed: int, steps: int) -> Outcome:
         fields = {"steps": steps, "seed": seed, "batch_size": 16, "heldout_size": 256, "print_progress": False}
         config = DEMO.changed(**{**fields, **case.settings, **arm, "run_dir": Path(folder) / "run"})
         assert isinstance(config, RLConfig)
+        if case.mixture:
+            config = config.changed(base_model=str(write_mixture(Path(folder) / "mixture")))
         cpu = time.process_time()
-        result = run_grpo(case.task(seed), config)
+        base = Path(config.base_model)
+        with nullcontext() if case.sampled_on is None else quantized_sampling(base, case.sampled_on) as service:
+            result = run_grpo(case.task(seed), config, service_client=service)
         lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
         after = result.heldout_after[1.0]
         return Outcome(list(map(json.loads, lines)), after.mean, after.n, result.seconds, time.process_time() - cpu)
