@@ -15,7 +15,8 @@ from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations
-from mint.engine.drawing.draw import TorchDraw
+from mint.engine.drawing.draw import TorchDraw, take
+from mint.engine.drawing.draw import draw as torch_draw
 from mint.engine.drawing.random_stream import streams, uniform_of
 from mint.engine.drawing.token_masks import TokenMasks, packed
 
@@ -165,3 +166,15 @@ def test_a_mask_that_excludes_all_shows_in_its_token(draw: NativeDraw, temperatu
     plain, _, _ = draw(logits, rows, table, slots)
     tokens, _, _ = draw(logits, rows, table, slots, masks)
     assert not masks.allow(tokens[[1]]).any() and np.array_equal(tokens[[0, 2]], plain[[0, 2]])
+
+
+def test_on_a_device_a_draw_by_any_rules_reads_nothing_back() -> None:
+    """The caller reads tokens and logprobs, in one copy. Tensors of `meta` have no data, so reading them raises."""
+    logits = take(torch.empty(9, 1000, device="meta"), np.arange(6))
+    rules = np.array([0.0, 1.0, 0.7, 1.0, 1.3, 1.0]), np.array([-1, -1, -1, 5, 0, -1]), np.array([1, 1, 1, 1, 0.9, 0.5])
+    for chosen in ([0], [1], [2, 3], [1, 1], [0, 1, 2, 3, 4, 5]):
+        tokens, logprobs, normalisers = torch_draw(
+            logits[: len(chosen)], np.full(len(chosen), 0.5), *(rule[chosen] for rule in rules)
+        )
+        assert tokens.shape == logprobs.shape == normalisers.shape == (len(chosen),)
+        assert tokens.is_meta and logprobs.is_meta and normalisers.is_meta

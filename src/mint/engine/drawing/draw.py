@@ -111,7 +111,7 @@ def processed(logits: Tensor, rows: np.ndarray, own: np.ndarray, tokens: np.ndar
 
 def take(logits: Tensor, rows: np.ndarray) -> Tensor:
     """`rows` [N] of the logits [R, V], without a copy where N is R: then they are all rows in order."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+    return logits if len(rows) == len(logits) else logits[upload(logits.device, rows)[0]]
 
 
 def rules(own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
