@@ -17,12 +17,14 @@ import numpy as np
 
 from mint.cluster.groups import RankGroup, RankLostError
 from mint.cluster.local_sampling import LocalSampling
+from mint.cluster.packed_values import PackedData, PackedResult
 from mint.cluster.rank import Work
 from mint.cluster.replica import OpenReplica
 from mint.cluster.replicas import Replicas
 from mint.engine.protocol import (
     AdamSpec,
     BaseInfo,
+    Engine,
     LoraSpec,
     LossSpec,
     MicroBatching,
@@ -159,7 +161,8 @@ class ClusterEngine:
 
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
-        return self._run_on(model_id, lambda engine: engine.forward(model_id, data, loss))
+        sent: Any = PackedData(data)  # examples, where it arrives
+        return self._run_on(model_id, lambda engine: PackedResult(engine.forward(model_id, sent, loss)))
 
     def forward_backward(
         self,
@@ -174,9 +177,10 @@ class ClusterEngine:
         Raises:
             OutOfMemoryError: memory does not suffice for one sequence, or for the given `micro_batching`.
         """
+        sent: Any = PackedData(data)  # examples, where it arrives
 
-        def work(engine: Any) -> PassResult:
-            return engine.forward_backward(model_id, data, loss, micro_batching=micro_batching)
+        def work(engine: Engine) -> PackedResult:
+            return PackedResult(engine.forward_backward(model_id, sent, loss, micro_batching=micro_batching))
 
         return self._run_on(model_id, work)
 

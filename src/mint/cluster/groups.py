@@ -126,7 +126,9 @@ class RankGroup:
         try:
             while waiting:
                 _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=HEARTBEAT_S)
-                ray.get([reference for reference in running if reference not in waiting])
+                if not waiting:
+                    break
+                ray.get([reference for reference in running if reference not in waiting])  # raises if a rank has died
                 alive, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
                 for reference in alive:
                     ray.get(reference)

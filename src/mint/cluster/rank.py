@@ -1,7 +1,6 @@
 """One rank: a process with an engine that runs each pass together with the other ranks.
 
-All ranks hold the same models and do the same work in the same order. Knows nothing of Ray: `groups` makes an actor of
-it.
+All ranks hold the same models and do the same work in the same order. `groups` makes a Ray actor of it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 
 from mint.cluster.answers import Answer, portable
+from mint.cluster.ray_runtime import InOnePiece
 from mint.cluster.sums import Ranks
 from mint.engine.protocol import Engine
 from mint.engine.reductions.division import PeerFailedError, Peers
@@ -46,8 +46,11 @@ class Rank:
             return Answer(error=portable(error))
         return Answer(os.getpid())
 
-    def run(self, work: Work, *, keeps_value: bool) -> Answer:
-        """Does the work; its value is left out of the answer if nobody needs that of this rank."""
+    def run(self, work: Work, *, keeps_value: bool) -> InOnePiece:
+        """Does the work; its value is left out of the `Answer` if nobody needs that of this rank."""
+        return InOnePiece(self._run(work, keeps_value=keeps_value))
+
+    def _run(self, work: Work, *, keeps_value: bool) -> Answer:
         assert self._engine is not None, "the rank has not joined"
         try:
             value = work(self._engine)

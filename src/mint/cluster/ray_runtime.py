@@ -7,6 +7,8 @@ import logging
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
+from pickle import PickleBuffer
 from typing import Any
 
 import ray
@@ -20,6 +22,9 @@ RANK, REPLICA, MAX_PROCESSES = "mint_rank", "mint_replica", 64
 OBJECT_STORE_BYTES = 256 << 20
 """The memory that Ray may use for what processes send each other; what does not fit is written to the disk."""
 
+SMALL_BYTES = 1 << 16
+"""Smaller arrays are sent in one piece with what they are in."""
+
 _starting = threading.Lock()
 
 
@@ -28,16 +33,31 @@ class RayStartError(RuntimeError):
 
 
 class InOnePiece:
-    """A value that is pickled with its arrays; it arrives as the value itself.
+    """A value that is pickled with its small arrays; it arrives as the value itself.
 
-    Ray would keep each array apart, which takes five times as long for the many small arrays of a request.
+    Ray would keep each array apart, which takes five times as long for the many small arrays of a request. Large ones
+    stay apart, so that they are not copied.
     """
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (cloudpickle.dumps(self._value),)
+        apart: list[PickleBuffer] = []
+
+        def is_small(buffer: PickleBuffer) -> bool:
+            with memoryview(buffer) as view:
+                if view.nbytes < SMALL_BYTES:
+                    return True
+            apart.append(buffer)
+            return False
+
+        pickled = cloudpickle.dumps(self._value, protocol=5, buffer_callback=is_small)
+        return _unpickle, (pickled, apart)
+
+
+def _unpickle(pickled: bytes, apart: Sequence[Any]) -> Any:
+    return cloudpickle.loads(pickled, buffers=apart)
 
 
 def start_ray() -> None:
