@@ -14,22 +14,31 @@ import numpy as np
 import pytest
 import torch
 from decoders import new_lora, open_decoder
+from engine_data import CROSS_ENTROPY, random_data
 from small_models import write_model
 
+from mint.engine.cuda.fast_paths import Shapes, fused_paths
+from mint.engine.cuda.fused_passes import FusedPasses
 from mint.engine.cuda.graph_step import SPLIT_PAGES, StepContext, StepGraphs
 from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
+from mint.engine.cuda.operations import CudaOperations
 from mint.engine.cuda.plain_kernels import PlainKernels
+from mint.engine.cuda.self_check import judge
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import PAGE_POSITIONS
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import DenseMatrix
 from mint.engine.model.weights import AttentionWeights, MixtureWeights
-from mint.engine.protocol import LoraSpec
+from mint.engine.protocol import LoraSpec, MicroBatching
 from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.training_pass import run_pass
+from mint.models.folder import ModelFolder
 
-EXACT, KERNELS = PlainKernels(torch.float64), TritonKernels()
+EXACT, KERNELS, FUSED = PlainKernels(torch.float64), TritonKernels(), FusedPasses()
 CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
@@ -202,3 +211,53 @@ def test_experts_together_give_what_the_loop_over_experts_gives(tmp_path: Path) 
     lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.1)
     x, runs = _random(21, decoder.config.hidden_size), [LoraRows(0, 9, None), LoraRows(9, 21, lora)]
     _close(grouped(x, runs), decoder.mixtures[0](x, runs), torch.float32)
+
+
+@pytest.mark.parametrize("width", [70, 64])
+def test_fused_passes_compute_what_autograd_says_in_float64(width: int) -> None:
+    x, weight, residual, grad = (
+        _random(*shape, seed=seed) for seed, shape in enumerate([(5, width), (width,)] + [(5, width)] * 2)
+    )
+    exact = x.double().requires_grad_()
+    normed = torch.nn.functional.rms_norm(exact, (width,), weight.double(), 1e-6)
+    normed.backward(grad.double())
+    assert exact.grad is not None
+    found, inverse = FUSED.rms_norm(x, weight, 1e-6)
+    _close(found, normed.detach(), torch.float32)
+    _close(FUSED.rms_norm(x, weight, 1e-6, residual)[0], normed.detach() + residual, torch.float32)
+    _close(FUSED.rms_norm_backward(grad, x, inverse, weight), exact.grad, torch.float32)
+    _close(FUSED.rms_norm_backward(grad, x, inverse, weight, residual), exact.grad + residual, torch.float32)
+    wide = _random(5, 2 * width, seed=4)
+    exact = wide.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    inner = torch.nn.functional.silu(gate) * up
+    inner.backward(grad.double())
+    assert exact.grad is not None
+    _close(FUSED.swiglu(wide), inner.detach(), torch.float32)
+    _close(FUSED.swiglu_backward(grad, wide), exact.grad, torch.float32)
+
+
+def test_fused_passes_pass_the_self_check() -> None:
+    shapes = Shapes(80, 1100, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
+    faults = {path.case: judge(path, is_timed=False).fault for path in fused_paths(shapes, FUSED, (1, 3))}
+    assert len(faults) == 8 and not any(faults.values()), faults
+
+
+def test_a_model_trains_with_fused_passes_as_without(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    folder = ModelFolder(tmp_path)
+    config, cpu = read_decoder_config(folder.config), torch.device("cpu")
+    found = []
+    for fused in (None, FUSED):
+        operations = CudaOperations(torch.float32, cpu, memory_bytes=1 << 34, fused=fused)
+        decoder = Decoder(config, folder.tensors(), operations)
+        lora = new_lora(decoder, LoraSpec(4, 0, True, True, True))
+        lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
+        gradient = lora.enable_gradient()
+        batching = MicroBatching(64, recompute=False)
+        data = random_data(0, count=2)
+        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, micro_batching=batching)
+        found.append((np.concatenate(result.logprobs), gradient))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=1e-5)
+    _close(found[1][1], found[0][1], torch.float32)
+    assert found[0][1].abs().max() > 0

@@ -17,9 +17,9 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
-from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, OPTIMIZER, TRITON, Shapes
+from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, FUSED, OPTIMIZER, TRITON, Shapes
 from mint.engine.cuda.graph_step import StepGraphs, StepKernels
-from mint.engine.cuda.operations import CudaOperations, FlexOperations
+from mint.engine.cuda.operations import CudaOperations, FlexOperations, TrainingPasses
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.engine.drawing.draw import Draw, TorchDraw
 from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
@@ -62,7 +62,7 @@ class Device:
         if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
             names.append(FLEX)
         if _has_triton():
-            names += [TRITON, CAPTURE]
+            names += [TRITON, FUSED, CAPTURE]
             if config.experts_of(config.num_hidden_layers - 1) is not None:
                 names.append(EXPERTS)
         shapes = Shapes.of(config, dtype, str(self.torch), names)
@@ -136,9 +136,10 @@ class Device:
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
             has_experts = any(config.experts_of(layer) is not None for layer in range(config.num_hidden_layers))
             kernels = self._step_kernels() if has_experts and self._takes(TRITON, EXPERTS) else None
+            fused = self._fused_passes() if self._takes(FUSED) else None
             if self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
-                return FlexOperations(dtype, self.torch, activation, expert_kernels=kernels)
-            return CudaOperations(dtype, self.torch, activation, expert_kernels=kernels)
+                return FlexOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
+            return CudaOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
         return TorchOperations(dtype, self.torch, activation)
 
     def operations_beside_modules(self, dtype: torch.dtype) -> TorchOperations:
@@ -151,6 +152,14 @@ class Device:
             return NativeSteps(decoder, decoder.operations, cache, states)
         kernels = self._step_kernels() if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
+
+    def _fused_passes(self) -> TrainingPasses | None:
+        """Those of Triton; None where it is not installed."""
+        if not _has_triton():
+            return None
+        from mint.engine.cuda.fused_passes import FusedPasses  # imports Triton
+
+        return FusedPasses()
 
     def _step_kernels(self) -> StepKernels | None:
         """Those of Triton; None where it is not installed."""

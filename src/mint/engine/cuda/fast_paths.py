@@ -20,12 +20,14 @@ from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, St
 from mint.engine.cuda.grouped_experts import tile_pairs
 from mint.engine.cuda.guarded_memory import GuardedMemory
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
+from mint.engine.cuda.operations import TrainingPasses
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.cuda.self_check import FastPath, PathSource
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.linear import DenseMatrix
 from mint.engine.model.packed_attention import PackedAttention
+from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import AttentionWeights
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import Span, attention_blocks
@@ -33,8 +35,8 @@ from mint.engine.protocol import AdamSpec
 from mint.engine.sampling.kv_cache import side_by_side
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
-EXPERTS = "grouped experts"
-NAMES = (FLEX, TRITON, CAPTURE, EXPERTS, OPTIMIZER)
+EXPERTS, FUSED = "grouped experts", "fused passes"
+NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER)
 
 RANK = 16
 SLOTS = 3
@@ -123,6 +125,10 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         from mint.engine.cuda.kernels import TritonKernels
 
         yield from step_kernel_paths(shapes, TritonKernels(), ROWS)
+    if FUSED in shapes.names:
+        from mint.engine.cuda.fused_passes import FusedPasses
+
+        yield from fused_paths(shapes, FusedPasses(), ROWS)
     if CAPTURE in shapes.names:
         yield from _captured(shapes)
     if EXPERTS in shapes.names:
@@ -170,7 +176,34 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
                 yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, TOLERANCE[dtype])
 
 
-def _guarded(run: Callable[[StepKernels], list[Tensor]], kernels: StepKernels) -> list[Tensor]:
+def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) -> Iterator[FastPath]:
+    """Each fused pass of a training step for `counts` of rows, in guarded memory."""
+    plain = TorchOperations(_dtype(shapes), torch.device(shapes.device))
+    weight = _random(shapes, shapes.hidden, seed=1)
+    for count in counts:
+        x, grad, residual = (_random(shapes, count, shapes.hidden, seed=seed) for seed in (2, 3, 4))
+        inverse = plain.rms_norm(x, weight, shapes.eps)[1]
+        inner_grad = _random(shapes, count, shapes.inner, seed=5)
+        wide = _random(shapes, count, 2 * shapes.inner, seed=6)
+        runs: dict[str, Callable[[TrainingPasses], list[Tensor]]] = {
+            "norm": lambda own, x=x, r=residual: [
+                *own.rms_norm(x, weight, shapes.eps),
+                *own.rms_norm(x, weight, shapes.eps, r),
+            ],
+            # torch's overwrites its gradient
+            "norm's gradient": lambda own, x=x, g=grad, i=inverse, r=residual: [
+                own.rms_norm_backward(g.clone(), x, i, weight),
+                own.rms_norm_backward(g.clone(), x, i, weight, r),
+            ],
+            "swiglu": lambda own, w=wide: [own.swiglu(w)],
+            "swiglu's gradient": lambda own, g=inner_grad, w=wide: [own.swiglu_backward(g.clone(), w)],
+        }
+        for name, run in runs.items():
+            ways = partial(_guarded, run, fused), partial(_guarded, run, plain)
+            yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[torch.float32])
+
+
+def _guarded(run: Callable[[Any], list[Tensor]], kernels: object) -> list[Tensor]:
     """The results, and how many numbers were written out of bounds."""
     with GuardedMemory() as memory:
         found = run(kernels)

@@ -6,6 +6,7 @@ Letters as in `model.operations`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,29 @@ from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
+
+
+class TrainingPasses(Protocol):
+    """Fused operations between the products; `FusedPasses` says the shapes."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm, and 1 / rms(x)."""
+        ...
+
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        """Its gradient for x."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) · up`."""
+        ...
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Its gradient for gate_up."""
+        ...
+
 
 MAX_ROWS = 16384
 """Rows of a micro-batch where memory sets no bound: more rows share the time that it takes to start a layer's many
@@ -50,11 +74,15 @@ class CudaOperations(TorchOperations):
         *,
         memory_bytes: int | None = None,
         expert_kernels: StepKernels | None = None,
+        fused: TrainingPasses | None = None,
     ) -> None:
         """`memory_bytes` are those of a GPU that is not here, to plan for it. With `expert_kernels`, the experts of a
-        mixture are computed together where no gradient is needed."""
+        mixture are computed together where no gradient is needed. `fused` passes are taken where they compute the
+        activation."""
         super().__init__(dtype, device, activation)
         self._expert_kernels = expert_kernels
+        self._fused = fused
+        self._fused_swiglu = fused if activation == "silu" else None
         total = memory_bytes or torch.cuda.get_device_properties(device).total_memory
         self.logits_at_once = min(TorchOperations.logits_at_once, total // LOGITS_SHARE // 4)
 
@@ -66,6 +94,32 @@ class CudaOperations(TorchOperations):
         if mixture is None or kernels is None or not GroupedMixtureOfExperts.fits(config, weights):
             return super().mixture(weights, norm, layer, config, loras)
         return GroupedMixtureOfExperts(self, kernels, weights, norm, layer, config, mixture, loras)
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return (self._fused or super()).rms_norm(x, weight, eps, residual)
+
+    @override
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        return (self._fused or super()).rms_norm_backward(grad, x, inverse, weight, residual)
+
+    @override
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return (self._fused_swiglu or super()).swiglu(gate_up)
+
+    @override
+    def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        return (
+            super().swiglu_again(gate_up) if self._fused_swiglu is None else (self._fused_swiglu.swiglu(gate_up), None)
+        )
+
+    @override
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
+        if self._fused_swiglu is None:
+            return super().swiglu_backward(grad, gate_up, active_gate)
+        return self._fused_swiglu.swiglu_backward(grad, gate_up)
 
     @override
     def release_memory(self) -> None:
