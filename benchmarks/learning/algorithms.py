@@ -343,7 +343,7 @@ CASES = {
     ),
     "unlikely": Case(
         functions,
-        {"temperature": 3.0, "max_tokens": 40, "batch_size": 8, "heldout_size": 128},
+        {"temperature": 2.0, "max_tokens": 40, "batch_size": 8, "heldout_size": 128},
         {
             "all tokens": {},
             "top_p 0.9, raw": {"top_p": 0.9},
