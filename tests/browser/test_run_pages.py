@@ -85,6 +85,14 @@ def test_the_table_of_runs_has_the_numbers_of_each_folder(tab: Tab, home: Path, 
     wait_until(lambda: page.locator(f"{row} .spark polyline").count() == 1)
 
 
+def test_every_column_of_the_runs_is_in_sight_on_a_small_screen(tab: Tab) -> None:
+    page = tab.open("/")
+    table = page.locator(".scroll", has=page.locator("#runs"))
+    for width in (1280, 1000):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert table.evaluate("it => it.scrollWidth <= it.clientWidth"), width
+
+
 def test_the_table_sorts_filters_and_keeps_both_in_its_address(tab: Tab, home: Path) -> None:
     page = tab.open("/")
     rewards = {run: lines(home / "runs" / run, "metrics.jsonl")[-1]["reward/mean"] for run in RUNS}
