@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 RUNS, STEPS, GROUPS, TOKENS = 10_000, 100_000, 256, 30_000
 MOST_ELEMENTS = 5_000
+VIEWPORT = {"width": 1440, "height": 900}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def tab(chromium: Any, large: str) -> Iterator[Tab]:
-    context = chromium.new_context(viewport={"width": 1440, "height": 900})
+    context = chromium.new_context(viewport=VIEWPORT)
     tab = Tab(context, large)
     yield tab
     tab.check()
@@ -72,8 +73,10 @@ def test_ten_thousand_checkpoints_come_in_pages_and_comparing_stays_in_reach(tab
     assert elements(page) < MOST_ELEMENTS
     rows = page.locator("#kept tr[data-step]").evaluate_all("rows => rows.map((row) => row.dataset.step)")
     assert rows[:3] == ["50000", "100000", "99990"] and len(rows) == 21
+    for part in ("#compare-go", "#chat-send", "#kept"):
+        assert page.locator(part).bounding_box()["y"] < VIEWPORT["height"] / 2
     page.locator(".pager a[rel=next]").click()
-    page.wait_for_url("**offset=20")
+    page.wait_for_url("**offset=20#list")
     assert "21–40 of 10000" in page.locator(".pager").inner_text()
 
 
