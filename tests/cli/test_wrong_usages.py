@@ -23,6 +23,25 @@ class Own(RLAdapter):
 
     def compute_reward(self, response, item):
         return 0.0
+
+class Forgot(RLAdapter):
+    def build_dataset(self):
+        return ["a"]
+
+    def make_prompt(self, item, tokenizer):
+        return tokenizer.encode(item)
+
+class Plain:
+    def build_dataset(self):
+        return ["a"]
+
+class Broken(Own):
+    def __init__(self):
+        raise ValueError("no such table")
+
+class FromFile(Own):
+    def __init__(self, path):
+        self.rows = open(path).read()
 """
 
 USAGES = [
@@ -50,7 +69,18 @@ USAGES = [
     ("train rl task=math base_model=/nope", "base_model = /nope", "mint models pull"),
     ("train rl task=own.py:Own", "base_model = Qwen/Qwen3-0.6B", "base_model=mint/tiny"),
     ("train rl task=own.py", "task = own.py", "own.py:Own"),
-    ("train rl task=own.py:Nope", "has no class Nope", "Own"),
+    ("train rl task=own.py:Nope", "has no class Nope", "Its tasks are Own, Forgot, Broken, FromFile"),
+    ("train rl task=own.py:Forgot", "task = own.py:Forgot: has no compute_reward", "Write it in the class"),
+    ("doctor own.py:Forgot", "task = own.py:Forgot: has no compute_reward", "Write it in the class"),
+    ("train rl task=own.py:Plain", "has no make_prompt, compute_reward", "derive it from mint.rl.RLAdapter"),
+    ("train rl task=own.py:Broken", "Broken raised ValueError in line 27 of", "(no such table)"),
+    ("train rl task=own.py:FromFile", "missing a required argument: 'path'", "Its options are path"),
+    ("train rl task=own.py:FromFile path=nope", "FromFile raised FileNotFoundError in line 31 of", "'nope'"),
+    (
+        "train rl task=own.py:RLAdapter",
+        "names mint.rl.adapter.RLAdapter, which is no task",
+        "Its tasks are Own, Forgot",
+    ),
     ("train rl task=nope.py:Own", "task = nope.py:Own", "Choose math"),
     ("train rl task=file:/nope.jsonl", "path = /nope.jsonl", "Give a .jsonl"),
     ("train rl task=file:empty.jsonl", "path = empty.jsonl", "prompt"),

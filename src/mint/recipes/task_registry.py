@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from typing import Any
 from mint.errors import InvalidRequestError, MintError, MissingExtraError
 from mint.recipes.question_task import DEMO
 from mint.rl import RLConfig
-from mint.rl.adapter import Task
+from mint.rl.adapter import Task, as_task, missing_methods
 from mint.rl.objective import is_recorded_function
 from mint.runs.reader import read_config
 
@@ -56,6 +57,10 @@ SOURCES = {
 
 CHOICES = ", ".join([*RECIPES, "reasoning_gym:NAME", "file:PATH", "verifiers:NAME", "textarena:GAME"])
 CHOICES += ", openenv:URL, ifeval:CONSTRAINTS, module:Class or path.py:Class"
+
+
+BASE_CLASSES = "mint.rl.RLAdapter or mint.rl.MessageEnvAdapter"
+"""What a task of one's own derives from."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,9 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
         module = _user_module(source, name)
         make = _user_class(module, rest, name)
         wants_seed = "seed" in inspect.signature(make).parameters
-        adapter = _construct(make, name, (), {"seed": seed, **options} if wants_seed else options)
+        given = {"seed": seed, **options} if wants_seed else options
+        with _errors_of_user_class(module, rest, name):
+            adapter = as_task(_construct(make, name, (), given))
         own = getattr(module, "DEMO", None)
         return _choice(adapter, own if isinstance(own, RLConfig) else RLConfig.from_env(), seed)
     raise _unknown(name)
@@ -237,13 +244,55 @@ def _first_class(path: Path) -> str:
 
 
 def _user_class(module: ModuleType, cls: str, name: str) -> Callable[..., Any]:
+    """The class, or function that makes a task, called `cls` in the user's module.
+
+    Raises:
+        InvalidRequestError: the module has none, or it is a class that is no task.
+    """
     make = getattr(module, cls, None)
+    tasks = [each for each, value in vars(module).items() if _is_own_class(value, module) and _is_task(value)]
+    choices = f"Its tasks are {', '.join(tasks)}" if tasks else f"Write a class that derives from {BASE_CLASSES}"
     if not callable(make):
-        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
-        raise InvalidRequestError(
-            f"has no class {cls}", field="task", value=name, remedy=f"It has {', '.join(classes) or 'no classes'}"
-        )
+        raise InvalidRequestError(f"has no class {cls}", field="task", value=name, remedy=choices)
+    if inspect.isclass(make) and (missing := missing_methods(make)):
+        if not _is_own_class(make, module):
+            raise InvalidRequestError(
+                f"names {make.__module__}.{make.__name__}, which is no task", field="task", value=name, remedy=choices
+            )
+        remedy = f"Write {'them' if len(missing) > 1 else 'it'} in the class"
+        if not issubclass(make, Task):
+            remedy += f", and derive it from {BASE_CLASSES}"
+        raise InvalidRequestError(f"has no {', '.join(missing)}", field="task", value=name, remedy=remedy)
     return make
+
+
+def _is_own_class(value: Any, module: ModuleType) -> bool:
+    """Whether `value` is a class of the module or of a module below it, not one that it imports from elsewhere."""
+    return inspect.isclass(value) and f"{value.__module__}.".startswith(f"{module.__name__}.")
+
+
+def _is_task(cls: type) -> bool:
+    return issubclass(cls, Task) or not missing_methods(cls)
+
+
+@contextmanager
+def _errors_of_user_class(module: ModuleType, cls: str, name: str) -> Generator[None]:
+    """Says of an error in the user's code which class and line raised it."""
+    try:
+        yield
+    except MintError:
+        raise
+    except Exception as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__
+        ]
+        where = f" in line {lines[-1]} of {module.__file__}" if lines else ""
+        raise InvalidRequestError(
+            f"{cls} raised {type(error).__name__}{where} ({error})",
+            field="task",
+            value=name,
+            remedy="Correct the class, or give it the options that it needs",
+        ) from error
 
 
 def _unknown(name: str) -> InvalidRequestError:

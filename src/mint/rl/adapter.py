@@ -141,7 +141,7 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
         )
     if isinstance(adapter, RLAdapter | MessageEnvAdapter):
         return adapter
-    missing = [name for name in ("build_dataset", "make_prompt", "compute_reward") if not hasattr(adapter, name)]
+    missing = missing_methods(adapter)
     if missing:
         raise InvalidRequestError(
             f"has no {', '.join(missing)}",
@@ -150,6 +150,14 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
             remedy="Derive it from mint.rl.RLAdapter or mint.rl.MessageEnvAdapter",
         )
     return _WrappedAdapter(adapter)
+
+
+def missing_methods(adapter: Any) -> list[str]:
+    """The methods that `adapter`, an object or a class, lacks to be a task; none, and it is one."""
+    cls = adapter if isinstance(adapter, type) else type(adapter)
+    if issubclass(cls, Task):
+        return sorted(getattr(cls, "__abstractmethods__", ()))
+    return [name for name in ("build_dataset", "make_prompt", "compute_reward") if not hasattr(adapter, name)]
 
 
 class _WrappedAdapter(RLAdapter):
