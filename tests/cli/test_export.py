@@ -73,6 +73,12 @@ def test_transformers_computes_the_same_from_an_exported_merged_model(
     assert tokenizer.encode(TEXT) == tokens
 
 
+@pytest.mark.parametrize("output", ["/proc/x", "/dev/null/x"])
+def test_a_folder_that_cannot_be_written_is_refused(output: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"--output = {output}: cannot be written"):
+        export_checkpoint("mint://any:train:0/weights/one", output=Path(output), format="peft")
+
+
 def test_an_export_does_not_overwrite(trained: tuple[str, list[int], np.ndarray], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="exists already"):
         export_checkpoint(trained[0], output=tmp_path, format="peft")

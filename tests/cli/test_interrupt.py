@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mint.cli.train import resume_command
+
 RUN = "from mint.cli.main import app; app()"
 ARGUMENTS = (
     "train",
@@ -71,6 +73,25 @@ def test_the_printed_command_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed = mint(*ARGUMENTS, "--run-dir", str(tmp_path / "other"), home=tmp_path / "home")
     assert undisturbed.communicate(timeout=120) and undisturbed.returncode == 0
     assert rewards(run) == rewards(tmp_path / "other")
+
+
+@pytest.mark.parametrize("task", ["task=file:sums.jsonl", "task=own.py:Sums", "data=sums.jsonl"])
+def test_a_command_with_a_relative_path_can_be_run_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").touch()
+    Path("own.py").touch()
+    run = tmp_path / "run"
+    words = ["train", "rl", task, "steps=7"]
+    line = resume_command(words, run)
+    assert line == f"cd {tmp_path} && " + shlex.join(["mint", *words, "--run-dir", str(run), "--resume"])
+
+
+def test_a_command_without_a_relative_path_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "rl", f"task=file:{tmp_path}/sums.jsonl", "--run-dir", str(tmp_path), "--resume"]
+    assert resume_command(words, tmp_path) == shlex.join(["mint", *words])
 
 
 @pytest.mark.restarts

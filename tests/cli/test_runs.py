@@ -70,6 +70,15 @@ def test_one_item_is_followed_over_all_steps(home: Path, log: RunLog) -> None:
     assert len(rollouts_of("--item", str(item), "--best", "100")) == len(expected)
 
 
+def test_an_item_without_rollouts_is_told_with_those_that_have_some(home: Path, log: RunLog) -> None:
+    items = sorted({row["item"] for row in log.read("rollouts.jsonl")})
+    for form in ([], ["--json"]):
+        answer = mint("rollouts", "latest", "--item", "9999", *form)
+        assert answer.exit_code == 1
+        assert f"--item = 9999: has no rollouts. The run has rollouts of {len(items)} items" in answer.stderr
+        assert f"from {items[0]} to {items[-1]}" in answer.stderr
+
+
 def test_people_see_prompt_text_reward_and_how_it_ended(home: Path, log: RunLog) -> None:
     answer = mint("rollouts", "looked-at", "--step", "1", "--best", "1")
     assert answer.exit_code == 0, answer.output
@@ -157,7 +166,7 @@ def test_the_beginning_of_several_names_is_refused_with_the_names(tmp_path: Path
 @pytest.mark.parametrize("command", [["runs", "show"], ["diagnose"], ["bisect"], ["rollouts"]])
 def test_a_name_that_is_no_run_is_told_as_such(home: Path, command: list[str], name: str) -> None:
     answer = mint(*command, name)
-    assert answer.exit_code == 1 and f"run = {name}: is not a run" in answer.stderr
+    assert answer.exit_code == 1 and f"run = {name or '(empty)'}: is not a run" in answer.stderr
 
 
 def test_paths_are_not_broken_so_that_they_can_be_copied(home: Path) -> None:
@@ -201,6 +210,16 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(home: Path, tmp_path: 
     answer = mint("plot", "latest", "-o", str(tmp_path / output))
     assert answer.exit_code == 1
     assert "InvalidRequestError: output = " in answer.stderr and "Name a .png" in answer.stderr
+
+
+@pytest.mark.parametrize("output", [".", ""])
+def test_a_picture_needs_the_name_of_a_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = mint("plot", "latest", "-o", output)
+    assert answer.exit_code == 1 and "output = .: is a folder" in answer.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_metric_is_answered_with_those_that_are_like_it(home: Path, tmp_path: Path) -> None:

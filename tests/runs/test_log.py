@@ -53,7 +53,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
     RunLog(tmp_path).start({"seed": 1, "betas": (0.9, 0.999)}, resume=False)
     assert RunLog(tmp_path).start({"seed": 1, "betas": (0.9, 0.999)}, resume=True) is None
-    with pytest.raises(InvalidRequestError, match="another seed"):
+    with pytest.raises(InvalidRequestError, match="another value of `seed`: 1, not 2"):
         RunLog(tmp_path).start({"seed": 2, "betas": (0.9, 0.999)}, resume=True)
 
 

@@ -29,7 +29,7 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
         NotFoundError: no run fits.
         InvalidRequestError: `name` is the beginning of several names.
     """
-    if (Path(name) / "config.json").is_file():
+    if name and (Path(name) / "config.json").is_file():
         return Path(name)
     folders = newest_folders(data_dir)
     if name in folders:
@@ -49,7 +49,7 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
     close = get_close_matches(name, folders, n=1)
     below = _data_folder(data_dir) / "runs"
     remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
-    raise NotFoundError("is not a run", field="run", value=name, remedy=remedy)
+    raise NotFoundError("is not a run", field="run", value=name or "(empty)", remedy=remedy)
 
 
 def find_checkpoint(name: str, data_dir: Path | None = None) -> str:

@@ -202,6 +202,9 @@ def _select(
     if step is not None and step not in steps:
         have = f"those from {steps[0]} to {steps[-1]}" if steps else "none yet"
         raise NotFoundError("has no rollouts", field="--step", value=step, remedy=f"The run has {have}")
+    if item is not None and item not in (items := reader.items()):
+        have = f"rollouts of {len(items)} items, from {items[0]} to {items[-1]}" if items else "no rollouts yet"
+        raise NotFoundError("has no rollouts", field="--item", value=item, remedy=f"The run has {have}")
     if not worst and not best:
         worst = best = ROLLOUTS // 2
     ids: dict[tuple[int, int], None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -116,13 +117,29 @@ def train(
 
 def _end(interrupt: RunInterrupted) -> NoReturn:
     """Prints the command that goes on with the run, and exits."""
-    command = ["mint", *sys.argv[1:]]
-    if not any(word.split("=")[0] == "--run-dir" for word in command):
-        command += ["--run-dir", str(interrupt.folder)]
-    if "--resume" not in command:
-        command.append("--resume")
     saved = f"saved up to step {interrupt.saved_step}" if interrupt.saved_step else "no step is saved"
     console = Console(stderr=True, highlight=False)
     console.print(f"Ended by {interrupt.by} ({saved}). To go on:", markup=False)
-    console.print(shlex.join(command), markup=False, soft_wrap=True)
+    console.print(resume_command(sys.argv[1:], interrupt.folder), markup=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED) from interrupt
+
+
+def resume_command(arguments: Sequence[str], folder: Path) -> str:
+    """The line for a shell that goes on with the run in `folder`, which `mint` began with these arguments. It begins
+    with `cd` if they name a file as seen from here, and can then be run from any folder."""
+    command = ["mint", *arguments]
+    if not any(word.split("=")[0] == "--run-dir" for word in command):
+        command += ["--run-dir", str(folder)]
+    if "--resume" not in command:
+        command.append("--resume")
+    place = f"cd {shlex.quote(str(Path.cwd()))} && " if any(map(_is_relative_path, command[1:])) else ""
+    return f"{place}{shlex.join(command)}"
+
+
+def _is_relative_path(word: str) -> bool:
+    """Whether a word of the command is the path of a file or folder as seen from here: `task=file:sums.jsonl`,
+    `task=sums.py:Sums`, `runs/first`."""
+    # It is not made absolute: a resume compares the name of the task with the recorded one.
+    source, is_class, _ = word.rpartition("=")[2].removeprefix("file:").partition(".py:")
+    path = Path(f"{source}.py" if is_class else source)
+    return not path.is_absolute() and bool(path.name) and path.exists()

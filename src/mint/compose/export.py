@@ -62,17 +62,11 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
     except OSError as error:  # a lost connection is one, too
         if error.errno not in UNWRITABLE:
             raise
-        raise InvalidRequestError(
-            f"cannot be written: {error}",
-            field="--output",
-            value=str(output),
-            remedy="Free disk space, or name a folder that can be written",
-        ) from error
+        raise _cannot_write(output, error) from error
 
 
 def _export_new(path: str, settings: Settings, *, output: Path, format: ExportFormat, data_dir: Path | None) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    staging = _staging_folder(output)
     try:
         if data_dir is None and settings.base_url is not None:
             _from_server(path, settings, settings.base_url, staging, format)
@@ -83,6 +77,24 @@ def _export_new(path: str, settings: Settings, *, output: Path, format: ExportFo
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _staging_folder(output: Path) -> Path:
+    """A new folder beside `output`."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise _cannot_write(output, error) from error
+
+
+def _cannot_write(output: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"cannot be written: {error}",
+        field="--output",
+        value=str(output),
+        remedy="Free disk space, or name a folder that can be written",
+    )
 
 
 def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, format: ExportFormat) -> None:

@@ -155,12 +155,12 @@ class RunLog:
         # A setting that the folder does not have is newer than its run, which was made with the default.
         changed = sorted(key for key, value in before.items() if key not in NOT_COMPARED and value != now.get(key))
         if changed:
-            told = "; ".join(f"{key} = {before[key]}, not {now.get(key)}" for key in changed)
+            told = "; of ".join(f"`{key}`: {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(
-                "belongs to a run with another " + ", ".join(changed),
+                f"belongs to a run with another value of {told}",
                 field="run_dir",
                 value=str(self.folder),
-                remedy=f"Resume with the settings in its config.json ({told}), or start a new run_dir",
+                remedy="Resume with the settings in its config.json, or start a new run_dir",
             )
 
     def _drop_after(self, step: int) -> None:

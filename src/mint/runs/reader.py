@@ -349,6 +349,12 @@ class RunReader:
             self._index.refresh()
             return self._index.steps()
 
+    def items(self) -> list[int]:
+        """The items of the dataset that have rollouts, in order."""
+        with self._current():
+            self._index.refresh()
+            return np.unique(self._index.entries["item"]).tolist()
+
     def group_rows(self, step: int, group: int, *, together: int) -> list[dict[str, Any]]:
         """The rows of one group as `rows` has them, with the first tokens and logprobs of each: all together have at
         most `together` tokens. `length` says how many a row has."""

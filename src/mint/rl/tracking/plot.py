@@ -97,6 +97,10 @@ def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequ
 
 
 def _save(figure: Any, path: Path) -> None:
+    if path.is_dir():  # matplotlib would write `.png` into it, or a file beside it
+        raise InvalidRequestError(
+            "is a folder", field="output", value=str(path), remedy=f"Name a file: {path / 'curve.png'}"
+        )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib cannot write
