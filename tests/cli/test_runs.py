@@ -134,6 +134,18 @@ def test_a_run_stands_for_its_last_checkpoint(home: Path, log: RunLog, tmp_path:
     assert named[0] == named[1] and json.loads(named[0])
 
 
+def test_a_model_names_its_run_and_a_run_its_model(home: Path, log: RunLog) -> None:
+    saved = log.read("checkpoints.jsonl")[-1]["checkpoint"]
+    model = saved.removeprefix("mint://").split("/")[0]
+    listed = json.loads(mint("runs", "list", "--json").stdout)
+    assert {row["training_run_id"]: row["run"] for row in listed["training_runs"]}[model] == "looked-at"
+    assert listed["rl_runs"][0]["models"] == [model]
+    assert json.loads(mint("runs", "show", model, "--json").stdout)["run"] == "looked-at"
+    row = next(line for line in mint("runs", "list").stdout.splitlines() if line.startswith(model))
+    assert "looked-at" in row
+    assert model in mint("runs", "show", "looked-at").stdout
+
+
 def test_a_run_that_has_saved_nothing_has_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "begun"
     folder.mkdir(parents=True)

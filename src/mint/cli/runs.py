@@ -132,6 +132,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         "state": f"{state_name(asdict(summary))}: {summary.notice}" if summary.notice else summary.state,
         "task": summary.task,
         "base model": summary.base_model,
+        "model": ", ".join(summary.models) or None,
         "steps": f"{summary.step} of {summary.steps}",
         "reward": f"{_number(summary.reward)}  {sparkline(rewards, CURVE_WIDTH)}  best {_number(summary.best_reward)}",
         "success": _number(summary.success),
@@ -153,6 +154,14 @@ def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
     return [asdict(RunReader(folder).summary()) for folder in list(newest_folders(data_dir).values())[:limit]]
+
+
+def find_run_of_model(model: str, data_dir: Path | None) -> str | None:
+    """The name of the run on this machine that trained a model of the service; None if no run has saved it."""
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+
+    folders = newest_folders(data_dir).items()
+    return next((name for name, folder in folders if model in RunReader(folder).models()), None)
 
 
 def state_name(run: Mapping[str, Any]) -> str:

@@ -65,8 +65,9 @@ class RunSummary:
     `step` is the last finished one of `steps`; `reward` and `success` are those of that step, `best_reward` is that of
     the best step. `heldout` is the latest held-out evaluation, at temperature 1 if there is one. `tokens_per_s` counts
     sampled tokens over the time of the last ten steps, including training. Times are unix seconds. `is_stale`: it runs,
-    but has been silent for long. `notice` is one sentence about a state that needs attention, mostly empty. The
-    last four are its `RunLabels`.
+    but has been silent for long. `notice` is one sentence about a state that needs attention, mostly empty. `models`
+    are the ids of the service's models that it trained, as its checkpoints name them: one, and another for each resume.
+    The last four are its `RunLabels`.
     """
 
     name: str
@@ -87,6 +88,7 @@ class RunSummary:
     error: str | None
     is_stale: bool = False
     notice: str = ""
+    models: tuple[str, ...] = ()
     title: str = ""
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -193,6 +195,7 @@ class RunReader:
                     stale_for_s=silent_s if stale else None,
                     is_ending=is_stop_requested(self.folder),
                 ),
+                models=self.models(),
                 **vars(read_labels(self.folder)),
             )
 
@@ -322,6 +325,13 @@ class RunReader:
         """The saved steps, oldest first."""
         with self._current():
             return [dict(row) for row in self._log("checkpoints.jsonl")]
+
+    def models(self) -> tuple[str, ...]:
+        """The ids of the service's models in the paths of its checkpoints, oldest first."""
+        with self._current():
+            paths = (str(row.get("checkpoint")) for row in self._log("checkpoints.jsonl"))
+            ids = (path.partition("://")[2].partition("/")[0] for path in paths)
+            return tuple(dict.fromkeys(model for model in ids if model))
 
     def warnings(self) -> list[dict[str, Any]]:
         """The server's warnings by step, oldest first."""

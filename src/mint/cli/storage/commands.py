@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from mint.cli.base_models import pull
 from mint.cli.run_names import RUN_HELP, Run, find_run
-from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
+from mint.cli.runs import RUN_COLUMNS, find_run_of_model, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
@@ -65,8 +65,10 @@ def list_runs(
     found = newest_runs(data_dir, limit)
     query = _page_query(limit, offset, accessible)
     page = _models_page(query, data_dir, has_runs=bool(found), as_json=as_json)
+    made_by = {model: run["name"] for run in found for model in run["models"]}
     if as_json:
-        models = [] if page is None else [run_json(run) for run in page.training_runs]
+        shown = [] if page is None else page.training_runs
+        models = [{**run_json(model), "run": made_by.get(model.training_run_id)} for model in shown]
         cursor = None if page is None else record_json(page.cursor)
         print_json({"training_runs": models, "cursor": cursor, "rl_runs": found})
         return
@@ -74,6 +76,7 @@ def list_runs(
         rows = [
             (
                 run.training_run_id,
+                made_by.get(run.training_run_id, ""),
                 run.base_model,
                 "" if run.lora_rank is None else str(run.lora_rank),
                 run.model_owner,
@@ -83,7 +86,7 @@ def list_runs(
             )
             for run in page.training_runs
         ]
-        columns = ("model", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
+        columns = ("model", "run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
         print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
     if found:
         rows = [run_row(number, run) for number, run in enumerate(found, 1)]
@@ -151,12 +154,14 @@ def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, 
         fail(no_run, as_json=as_json)
     except MintError as error:
         fail(error, as_json=as_json)
+    made_by = find_run_of_model(model.training_run_id, data_dir)
     if as_json:
-        print_json({**run_json(model), "checkpoints": [checkpoint_json(one) for one in saved]})
+        print_json({**run_json(model), "run": made_by, "checkpoints": [checkpoint_json(one) for one in saved]})
         return
     print_facts(
         {
             "model": model.training_run_id,
+            "run": made_by,
             "base model": model.base_model,
             "rank": model.lora_rank,
             "owner": model.model_owner,
