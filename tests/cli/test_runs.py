@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,37 @@ def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: 
     people = mint("runs", "show", str(home / "runs" / "looked-at")).stdout
     for text in ("finished", "3 of 3", f"{metrics[-1]['reward/mean']:.3f}", "after (step 3), greedy", "checkpoint"):
         assert text in people
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", '{"a":'),
+        ("config.json", "[3]"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n'),
+        ("evaluations.jsonl", '{"step": "two", "when": "after"}\n'),
+    ],
+)
+def test_a_damaged_run_is_listed_as_unreadable_beside_the_others(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
+) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path))
+    shutil.copytree(home / "runs" / "looked-at", tmp_path / "runs" / "good")
+    damaged = tmp_path / "runs" / "bad"
+    shutil.copytree(home / "runs" / "looked-at", damaged)
+    (damaged / file).write_text(text)
+    answer = mint("runs", "list", "--json")
+    assert answer.exit_code == 0, answer.output
+    listed = {run["name"]: run for run in json.loads(answer.stdout)["rl_runs"]}
+    assert (listed["good"]["state"], listed["bad"]["state"]) == ("finished", "unreadable")
+    assert str(damaged / file) in listed["bad"]["error"]
+    people = mint("runs", "list").stdout
+    assert "unreadable" in people and f"bad cannot be read. file = {damaged / file}: " in people
+    commands = [["runs", "show"], ["diagnose"], ["plot", "-o", str(tmp_path / "x.png")]]
+    for command in commands if file == "metrics.jsonl" else [*commands, ["bisect"]]:
+        refused = mint(*command, "bad")
+        assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
+        assert f"file = {damaged / file}: " in refused.stderr, command
 
 
 def test_run_folders_are_listed_beside_training_runs(home: Path, log: RunLog) -> None:

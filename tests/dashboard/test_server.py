@@ -281,13 +281,29 @@ def test_of_hundreds_of_runs_only_those_that_changed_are_read_again(
     assert read[200:] == ["run-7"]
 
 
-def test_a_folder_that_is_no_run_hides_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[3]"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n'),
+        ("evaluations.jsonl", '{"step": "two", "when": "after"}\n'),
+    ],
+)
+def test_a_damaged_run_hides_no_other_and_its_pages_name_the_file(tmp_path: Path, file: str, text: str) -> None:
     write_run(tmp_path / "runs" / "good", 1)
-    (tmp_path / "runs" / "broken").mkdir()
-    (tmp_path / "runs" / "broken" / "config.json").write_text("{")
+    damaged = write_run(tmp_path / "runs" / "bad", 1)
+    (damaged / file).write_text(text)
     with showing(tmp_path) as (_, client):
-        assert [run["name"] for run in get(client, "runs")["runs"]] == ["good"]
-        assert client.get("/runs/broken").status_code == 400
+        states = {run["name"]: run["state"] for run in get(client, "runs")["runs"]}
+        assert states == {"good": "finished", "bad": "unreadable"}
+        assert "unreadable" in client.get("/").text
+        for page in ("", "/rollouts", "/diagnosis", "/checkpoints"):
+            answer = client.get(f"/runs/bad{page}")
+            assert answer.status_code == 400 and f"{damaged / file}" in answer.text, page
+        assert client.get(f"{API}/runs/bad").status_code == 400
+        for path in ("columns", "findings", "checkpoints", "metrics.csv", "steps"):
+            assert client.get(f"{API}/runs/bad/{path}").status_code in (200, 400), path
 
 
 def test_further_folders_come_on_the_command_line_and_must_be_there(tmp_path: Path) -> None:

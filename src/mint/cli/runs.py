@@ -23,7 +23,7 @@ from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.runs.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
 if TYPE_CHECKING:
-    from mint.runs.reader import RunReader
+    from mint.runs.reader import RunReader, RunSummary
 
 SHOWN_CHARACTERS = 2_000
 CURVE_WIDTH = 48
@@ -150,10 +150,17 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 
 
 def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
-    """The newest runs of a data directory (None: `MINT_HOME`), one dict each."""
-    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+    """The newest runs of a data directory (None: `MINT_HOME`), one dict each; a damaged one is `unreadable`."""
+    return [asdict(_summary(folder)) for folder in list(newest_folders(data_dir).values())[:limit]]
 
-    return [asdict(RunReader(folder).summary()) for folder in list(newest_folders(data_dir).values())[:limit]]
+
+def _summary(folder: Path) -> RunSummary:
+    from mint.runs.reader import RunReader, unreadable_summary  # deferred: `mint --help` answers at once
+
+    try:
+        return RunReader(folder).summary()
+    except MintError as error:
+        return unreadable_summary(folder, str(error))
 
 
 def find_run_of_model(model: str, data_dir: Path | None) -> str | None:
@@ -173,7 +180,7 @@ def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
     """A run as a row of a table with `RUN_COLUMNS`; the newest has number 1."""
     heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
-    steps = f"{run['step']} of {run['steps']}"
+    steps = f"{run['step']} of {run['steps']}" if run["state"] != "unreadable" else ""
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"
     title = [f"({run['title']})"] if run["title"] else []
     return (

@@ -34,7 +34,7 @@ from mint.recipes.task_registry import RECIPES, SOURCES, open_task_of_run
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.run_analysis import bisect_run
 from mint.rl.heldout_evaluation import evaluate_checkpoint
-from mint.runs.reader import read_config
+from mint.runs.damage import read_config
 from mint.server.all_routes import ROUTES
 from mint.server.callers import LOCAL, Caller
 from mint.server.http import auth

@@ -25,8 +25,8 @@ from mint.recipes.task_registry import RECIPES
 from mint.rl import RLConfig
 from mint.rl.objective import is_recorded_function
 from mint.rl.run_config import RunConfig
+from mint.runs.damage import read_config
 from mint.runs.log import DATA_SOURCE
-from mint.runs.reader import read_config
 from mint.types.checkpoint_path import is_checkpoint_path
 
 CONFIGS: dict[str, type[RunConfig]] = {"rl": RLConfig, "sft": SFTConfig}

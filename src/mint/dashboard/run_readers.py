@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mint.dashboard.run_folders import RunFolders, Stamp, stamp_of
 from mint.errors import InvalidRequestError, MintError
-from mint.runs.reader import RunReader, RunSummary
+from mint.runs.reader import RunReader, RunSummary, unreadable_summary
 
 MAX_READERS = 16
 """Each holds the metrics and the index of its run: about ten megabytes for a run of thousands of steps."""
@@ -49,12 +49,13 @@ class RunReaders:
 
         Raises:
             NotFoundError: there is no such run.
+            InvalidRequestError: its config.json is damaged.
         """
         folder = self.folders.folder(name)
         with self._lock:
             reader = self._readers.get(folder)
             if reader is None:
-                reader = self._readers[folder] = _open(folder)
+                reader = self._readers[folder] = RunReader(folder)
             self._readers.move_to_end(folder)
             while len(self._readers) > MAX_READERS:
                 self._readers.popitem(last=False)
@@ -65,11 +66,14 @@ class RunReaders:
 
         Raises:
             NotFoundError: there is no such run.
+            InvalidRequestError: its folder is damaged.
         """
-        return self._summary(name, self.folders.folder(name))
+        summary = self._summary(name, self.folders.folder(name))
+        return self.of(name).summary() if summary.state == "unreadable" else summary
 
     def summaries(self) -> dict[str, RunSummary]:
-        """The summaries of all runs by name, newest first. An unchanged run is not read again."""
+        """The summaries of all runs by name, newest first; one with a damaged folder is `unreadable`. An unchanged run
+        is not read again."""
         with self._pass:
             return self._all_summaries()
 
@@ -82,7 +86,7 @@ class RunReaders:
         for name, folder in sorted(found.items(), key=lambda run: _place_in_line(run[1], unread)):
             try:
                 summaries[name] = self._summary(name, folder)
-            except (MintError, OSError):  # the run was removed meanwhile, or its config cannot be read
+            except (MintError, OSError):  # the run was removed meanwhile
                 continue
         with self._lock:
             for folder in self._summaries.keys() - set(found.values()):
@@ -116,7 +120,10 @@ class RunReaders:
             is_over = known.summary.state != "running"
             if is_over or now - known.read_at < STATE_FRESH_S:
                 return known.summary
-        summary = (reader or _open(folder)).summary()
+        try:
+            summary = (reader or RunReader(folder)).summary()
+        except InvalidRequestError as error:
+            summary = unreadable_summary(folder, str(error))
         if summary.name != name:
             summary = replace(summary, name=name)
         with self._lock:
@@ -134,12 +141,3 @@ def _place_in_line(folder: Path, unread: Set[Path]) -> tuple[bool, float]:
         return (folder / "metrics.jsonl").stat().st_size > LONG_LOG_BYTES, -began_at
     except OSError:
         return False, 0.0
-
-
-def _open(folder: Path) -> RunReader:
-    try:
-        return RunReader(folder)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"has a config.json that cannot be read: {error}", field="run", value=folder, remedy="Remove the folder"
-        ) from error

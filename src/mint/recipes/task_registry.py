@@ -33,7 +33,7 @@ from mint.recipes.question_task import DEMO
 from mint.rl import RLConfig
 from mint.rl.adapter import Task, as_task, missing_methods
 from mint.rl.objective import is_recorded_function
-from mint.runs.reader import read_config
+from mint.runs.damage import read_config
 
 RECIPES = {
     "math": "MathAdapter",
@@ -112,8 +112,8 @@ def open_task_of_run(run: Path, task: str | None) -> Generator[TaskChoice]:
         InvalidRequestError: neither says which task it is.
     """
     described = read_config(run)
-    spec: dict[str, Any] | None = described["task_spec"] or (
-        {"task": task, "seed": described["seed"], "options": {}} if task is not None else None
+    spec: dict[str, Any] | None = described.get("task_spec") or (
+        {"task": task, "seed": described.get("seed", 0), "options": {}} if task is not None else None
     )
     if spec is None:
         raise InvalidRequestError(

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from mint.errors import InvalidRequestError
+from mint.runs.damage import check_rows, read_config, read_object, read_row
 from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_file
 from mint.runs.rollout_index import INDEX, RolloutIndex, step_entries
 from mint.runs.rollout_lines import ROLLOUTS
@@ -98,7 +99,8 @@ class RunLog:
         returns that point (None if it has no checkpoint: the run starts at its first step).
 
         Raises:
-            InvalidRequestError: the folder holds a run and `resume` is False, or a run with other settings.
+            InvalidRequestError: the folder holds a run and `resume` is False, a run with other settings, or a damaged
+                file.
         """
         path = self.folder / CONFIG
         if not path.exists():
@@ -111,7 +113,7 @@ class RunLog:
                 value=str(self.folder),
                 remedy="Pass resume=True (--resume on the command line) to continue it, or another run_dir",
             )
-        self._check_same(json.loads(path.read_text()), json.loads(json.dumps(config, default=str)))
+        self._check_same(read_config(self.folder), json.loads(json.dumps(config, default=str)))
         point = self._read_state()
         self._drop_after(point.step if point else 0)
         return point
@@ -149,7 +151,12 @@ class RunLog:
 
     def _read_state(self) -> ResumePoint | None:
         path = self.folder / "state.json"
-        return ResumePoint(**json.loads(path.read_text())) if path.exists() else None
+        if not path.exists():
+            return None
+        remedy = "Restore it from a copy, or delete it: the run then starts again at step 1"
+        point = read_object(path, remedy=remedy)
+        check_rows(path, [point])
+        return ResumePoint(**point)
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.
@@ -164,12 +171,12 @@ class RunLog:
             )
 
     def _drop_after(self, step: int) -> None:
+        paths = [path for name in STEP_LOGS if (path := self.folder / name).exists()]
+        # All are read before the first is changed: a damaged one refuses the resume.
+        kept = {path: [line for line in read_lines(path) if read_row(path, line)["step"] <= step] for path in paths}
         self._cut_rollouts(step)
-        for name in STEP_LOGS:
-            path = self.folder / name
-            if path.exists():
-                lines = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
-                replace_file(path, b"".join(lines))
+        for path, lines in kept.items():
+            replace_file(path, b"".join(lines))
 
     def _cut_rollouts(self, step: int) -> None:
         """Cuts the rollouts after a step and rewrites the index, which a kill may have left shorter than the rows."""

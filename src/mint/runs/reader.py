@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from mint.errors import NotFoundError
+from mint.errors import InvalidRequestError, NotFoundError
+from mint.runs.damage import check_rows, read_config
 from mint.runs.interrupt import is_stop_requested
 from mint.runs.json_lines import Tail, decode_lines
 from mint.runs.labels import read_labels
@@ -32,7 +33,7 @@ from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
 from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row, shortened_row, token_count
 from mint.runs.rollout_query import SORTS, RolloutPage, RolloutQuery, TextSearch, select
 
-__all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "read_config"]
+__all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "unreadable_summary"]
 
 LOGS = (
     "metrics.jsonl",
@@ -72,7 +73,7 @@ class RunSummary:
 
     name: str
     folder: str
-    state: State
+    state: State | Literal["unreadable"]
     task: str
     base_model: str
     step: int
@@ -101,28 +102,46 @@ def _task_of(config: Mapping[str, Any]) -> str:
     return str(spec["task"] if isinstance(spec, dict) and "task" in spec else config.get("task", ""))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a run folder.
-
-    Raises:
-        NotFoundError: the folder holds no run.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise NotFoundError(
-            "holds no run", field="run", value=str(folder), remedy="Name a run folder: the one with config.json in it"
-        )
-    return json.loads(path.read_text())
+def unreadable_summary(folder: Path, reason: str) -> RunSummary:
+    """The row of a run whose folder is damaged; `reason` says which file to mend."""
+    try:
+        updated_at = (folder / "config.json").stat().st_mtime
+    except OSError:  # the folder was removed meanwhile
+        updated_at = 0.0
+    return RunSummary(
+        name=folder.name,
+        folder=str(folder),
+        state="unreadable",
+        task="",
+        base_model="",
+        step=0,
+        steps=0,
+        reward=None,
+        best_reward=None,
+        success=None,
+        heldout=None,
+        tokens_per_s=None,
+        findings=dict.fromkeys(("error", "warning", "info"), 0),
+        began_at=updated_at,
+        updated_at=updated_at,
+        error=reason,
+        notice=f"It cannot be read: {reason}",
+    )
 
 
 class RunReader:
-    """Reads one run. Thread-safe; every call sees all that has been written before it."""
+    """Reads one run. Thread-safe; every call sees all that has been written before it.
+
+    A call that meets a damaged log raises InvalidRequestError, which names the file. So does the next one, until the
+    file is mended.
+    """
 
     def __init__(self, folder: Path, *, search_bytes: int = SEARCH_BYTES, search_s: float = SEARCH_S) -> None:
         """`search_bytes` and `search_s` limit one page of a text search.
 
         Raises:
             NotFoundError: the folder holds no run.
+            InvalidRequestError: its config.json is damaged.
         """
         self.folder = Path(folder)
         self.config = read_config(self.folder)
@@ -538,6 +557,7 @@ class RunReader:
         for line in lines:
             row = _without_examples(line)
             if row is not None:
+                self._check("evaluations.jsonl", [row])
                 rows.append(row)
                 self._example_offsets.append(tail.offset - len(line))
 
@@ -547,7 +567,16 @@ class RunReader:
         if is_void:
             restart()
         while batch := list(islice(lines, BATCH_LINES)):
-            yield [row for row in decode_lines(batch) if isinstance(row, dict)]
+            rows = [row for row in decode_lines(batch) if isinstance(row, dict)]
+            self._check(name, rows)
+            yield rows
+
+    def _check(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            check_rows(self.folder / name, rows)
+        except InvalidRequestError:
+            self._restart()  # the next call reads these rows again, and is refused, too
+            raise
 
 
 def _identity(process: RunProcess | None) -> tuple[int, float] | None:

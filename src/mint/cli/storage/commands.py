@@ -91,6 +91,9 @@ def list_runs(
     if found:
         rows = [run_row(number, run) for number, run in enumerate(found, 1)]
         print_table(RUN_COLUMNS, rows, f"runs on this machine: {len(found)}")
+        for run in found:
+            if run["state"] == "unreadable":
+                print_sentence(f"{run['name']} cannot be read. {run['error']}")
 
 
 def _models_page(

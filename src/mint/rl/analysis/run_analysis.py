@@ -15,8 +15,7 @@ from mint.rl.estimate import Estimate, wilson
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.tracking.token_counts import TokenCounts, token_counts_by_item, token_counts_of_steps
-from mint.runs.log import RunLog
-from mint.runs.reader import RunReader, read_config
+from mint.runs.reader import RunReader
 
 BISECT_METRICS = ("heldout", "heldout_sampled", "success")
 """The metrics of `mint bisect --metric`: mean reward greedy and at temperature 1, and the greedy success rate."""
@@ -74,11 +73,10 @@ def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regre
     """Finds between which two checkpoints of a run `metric` fell. Evaluations in the log are not repeated.
 
     Raises:
-        InvalidRequestError: unknown metric, or fewer than two checkpoints.
+        InvalidRequestError: unknown metric, fewer than two checkpoints, or a damaged file.
     """
-    log = RunLog(folder)
-    read_config(folder)
-    checkpoints = {row["step"]: row["checkpoint"] for row in log.read("checkpoints.jsonl")}
+    reader = RunReader(folder)
+    checkpoints = {row["step"]: row["checkpoint"] for row in reader.checkpoints()}
     if len(checkpoints) < 2:
         raise InvalidRequestError(
             "has fewer than two checkpoints",
@@ -87,8 +85,8 @@ def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regre
             remedy="Run again with a smaller save_every",
         )
     known: dict[str, dict[float, Estimate]] = {}
-    for row in log.read("evaluations.jsonl"):
-        if row["step"] in checkpoints:
+    for row in reader.evaluations():
+        if row["step"] in checkpoints and "temperature" in row:
             known.setdefault(checkpoints[row["step"]], {})[row["temperature"]] = Estimate.from_dict(row)
 
     return find_regression(
