@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from decoders import new_lora, open_decoder
 from engine_data import CROSS_ENTROPY, random_data
 from small_models import write_model
+from triton.runtime import interpreter
 
 from mint.engine.cuda.fast_paths import Shapes, fused_paths
 from mint.engine.cuda.fused_passes import FusedPasses
 from mint.engine.cuda.graph_step import SPLIT_PAGES, StepContext, StepGraphs
 from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
+from mint.engine.cuda.invariant_kernels import InvariantKernels
+from mint.engine.cuda.invariant_operations import InvariantOperations, InvariantPackedAttention
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.operations import CudaOperations
@@ -31,14 +35,17 @@ from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import DenseMatrix
+from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import AttentionWeights, MixtureWeights
+from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import LoraSpec, MicroBatching
 from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.training_pass import run_pass
 from mint.models.folder import ModelFolder
 
-EXACT, KERNELS, FUSED = PlainKernels(torch.float64), TritonKernels(), FusedPasses()
+EXACT, KERNELS, FUSED, INVARIANT = PlainKernels(torch.float64), TritonKernels(), FusedPasses(), InvariantKernels()
 CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
@@ -261,3 +268,107 @@ def test_a_model_trains_with_fused_passes_as_without(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=1e-5)
     _close(found[1][1], found[0][1], torch.float32)
     assert found[0][1].abs().max() > 0
+
+
+def _widen_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies the bits of bfloat16 as integers. Widened to float32, each factor is the same number,
+    and each product is exact."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle((own.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+            if own.dtype.scalar == triton.language.bfloat16
+            else own
+            for own in (a, b)
+        ]
+        return plain(self, *wide, *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "outputs"), [(150, 131), (64, 128), (5, 3)])
+def test_a_row_of_a_product_is_right_and_has_the_same_bits_in_any_company(
+    inner: int, outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _widen_bfloat16(monkeypatch)
+    x, weight = _random(70, inner, dtype=dtype), _random(outputs, inner, seed=1, dtype=dtype)
+    exact = x.double() @ weight.double().t()
+    for rounded in (torch.float32, dtype):
+        together = INVARIANT.product(x, weight, rounded)
+        limit = 3e-6 if rounded == torch.float32 else torch.finfo(rounded).eps
+        torch.testing.assert_close(together.double(), exact, rtol=0, atol=limit * float(exact.abs().max()))
+        for own in ([0], [69], [64, 3], list(range(65)), torch.randperm(70).tolist()):
+            assert torch.equal(INVARIANT.product(x[own], weight, rounded), together[own])
+    assert torch.equal(INVARIANT.linear(x, weight.t().contiguous().t()), INVARIANT.product(x, weight, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_attention_is_right_and_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _widen_bfloat16(monkeypatch)
+    cpu = torch.device("cpu")
+
+    def attend(spans: list[Span], heads: torch.Tensor) -> torch.Tensor:
+        return InvariantPackedAttention(attention_blocks(spans), 6, 2, cpu, INVARIANT, PackedAttention)(0, heads)
+
+    heads = _random(90, 10, 24, dtype=dtype)
+    spans = [Span(0, 3), Span(3, 70), Span(70, 80, (3, 70)), Span(80, 90)]
+    together = attend(spans, heads)
+    exact = PackedAttention(attention_blocks(spans), 6, 2, cpu)(0, heads.double())
+    limit = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(together.double(), exact, rtol=0, atol=limit)
+    assert torch.equal(attend([Span(0, 77)], heads[3:80])[67:], together[70:80])
+    assert torch.equal(attend([Span(67, 77, (0, 67))], heads[3:80]), together[70:80])
+    assert torch.equal(attend([Span(0, 10)], heads[80:]), together[80:])
+
+
+def test_a_lora_beside_one_of_a_larger_rank_has_the_same_bits() -> None:
+    product, residual, own = _random(16, 70, seed=2), _random(16, 70), _lora(16, 1, 70, 5)
+    wide = replace(
+        own,
+        down=torch.nn.functional.pad(own.down, (0, 27)),
+        bs=torch.nn.functional.pad(own.bs, (0, 27)).contiguous(),
+    )
+    assert torch.equal(KERNELS.add(product, residual, wide), KERNELS.add(product, residual, own))
+
+
+@torch.inference_mode()
+def test_a_sequence_is_prefilled_and_decoded_with_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    folder, cpu = ModelFolder(tmp_path), torch.device("cpu")
+    operations = InvariantOperations(
+        torch.float32, cpu, "silu", INVARIANT, FUSED, trained_attention=PackedAttention, memory_bytes=1 << 34
+    )
+    decoder = Decoder(read_decoder_config(folder.config), folder.tensors(), operations)
+    plain = open_decoder(tmp_path)
+    with torch.inference_mode(mode=False):
+        loras = [new_lora(decoder, LoraSpec(rank, seed, True, rank > 2, True)) for seed, rank in enumerate((5, 2))]
+        for lora in loras:
+            lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
+    prompts = [np.arange(5, 5 + count) for count in (70, 3, 20)]
+    weights = [loras[0], None, loras[1]]
+
+    def sample(model: Decoder, order: list[int], cached: int = 0) -> torch.Tensor:
+        """Hidden states of the first prompt's end, and its next logits, beside others."""
+        cache = KVCache(model.config, model.dtype, cpu, 1 << 22)
+        table = np.arange(2 * len(order)).reshape(len(order), 2)
+        parts = [PromptPart(prompts[own], 0, table[place], weights[own]) for place, own in enumerate(order)]
+        place = order.index(0)
+        if cached:
+            run_prompts(model, cache, [replace(parts[place], tokens=prompts[0][:cached])])
+            parts[place] = replace(parts[place], start=cached)
+        hidden = run_prompts(model, cache, parts)
+        end = sum(len(part.tokens) - part.start for part in parts[: place + 1])
+        positions = np.array([len(prompts[own]) for own in order])
+        runs = [LoraRows(row, row + 1, weights[own]) for row, own in enumerate(order)]
+        steps = EagerSteps(model, cache) if model is plain else StepGraphs(model, cache, INVARIANT, capture=False)
+        logits = steps.open(table, table[:, 0], positions, runs).run(positions, positions)
+        return torch.cat([hidden[end - 1], logits[place]])
+
+    alone = sample(decoder, [0])
+    torch.testing.assert_close(alone, sample(plain, [0]), rtol=0, atol=5e-5)
+    for order, cached in (([1, 0], 0), ([2, 1, 0], 0), ([0, 2], 66)):
+        assert torch.equal(sample(decoder, order, cached), alone), order

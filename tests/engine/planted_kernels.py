@@ -9,14 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mint.engine.cuda
-from mint.engine.cuda.fast_paths import Shapes, step_kernel_paths
+from mint.engine.cuda.fast_paths import Shapes, company_paths, invariant_paths, step_kernel_paths
 from mint.engine.cuda.self_check import FastPath
+from mint.engine.packing import Span
 
 SOURCE = Path(mint.engine.cuda.__file__).with_name("kernels.py")
+INVARIANT_SOURCE = SOURCE.with_name("invariant_kernels.py")
 SHAPES = Shapes(80, 88, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
 """No width is a power of two, so that every mask has an edge."""
+
+SPANS = {"20 rows with a shared prefix": [Span(0, 8), Span(8, 14, (0, 8)), Span(14, 20)]}
+"""Interpreted, each row takes long."""
 
 SHORT, LONG = (1, 17), (1, 6)
 """Rows: past the edge of a tile; with every length of a row, and padding."""
@@ -31,6 +37,7 @@ class Fault:
     right: str
     wrong: str
     words: str = "differs by"
+    source: Path = SOURCE
 
 
 FAULTS = {
@@ -73,6 +80,26 @@ FAULTS = {
         "swiglu", "def _swiglu(", "real, within = rows < count", "real, within = rows <= count", "result 2 differs"
     ),
     "missing residual": Fault("add", "def _add(", "total += tl.load(product", "total = tl.load(product"),
+    "no sum over the inputs": Fault(
+        "product", "def _product(", "tl.dot(left, right, total,", "tl.dot(left, right,", source=INVARIANT_SOURCE
+    ),
+    "a product that sums by the number of rows": Fault(
+        "product in company",
+        "def product(",
+        "INPUTS=INPUTS_AT_ONCE",
+        "INPUTS=INPUTS_AT_ONCE if count > 1 else 16",
+        source=INVARIANT_SOURCE,
+    ),
+    "keys of the next sequence": Fault(
+        "attention", "def _attend_packed(", "position < length", "position <= length", source=INVARIANT_SOURCE
+    ),
+    "keys in blocks by the number of rows": Fault(
+        "attention in company",
+        "def attend_packed(",
+        "KEYS=KEYS_AT_ONCE",
+        "KEYS=KEYS_AT_ONCE if count > 66 else 16",
+        source=INVARIANT_SOURCE,
+    ),
     "columns left out": Fault(
         "add", "def _tiles(", "triton.cdiv(columns, COLUMNS_AT_ONCE)", "columns // COLUMNS_AT_ONCE", "not finite"
     ),
@@ -82,19 +109,29 @@ FAULTS = {
 def paths(names: list[str]) -> Iterator[FastPath]:
     """The kernels as they are, and those with the faults of these names, each under the name of its fault."""
     for dtype in ("float32", "float16"):
-        sound = _load(SOURCE.read_text(), "sound").TritonKernels()
-        for path in step_kernel_paths(replace(SHAPES, dtype=dtype), sound, LONG):
+        sound = _load(INVARIANT_SOURCE.read_text(), "sound").InvariantKernels()
+        for path in _all_paths(replace(SHAPES, dtype=dtype), sound, LONG):
             yield replace(path, name=f"sound in {dtype}")
     for name in names:
         fault = FAULTS[name]
-        kernels = _load(_plant(fault), name.replace(" ", "_")).TritonKernels()
-        for path in step_kernel_paths(SHAPES, kernels, LONG if fault.kernel == "attend" else SHORT):
-            if path.case.startswith(f"{fault.kernel},"):
+        made = _load(_plant(fault), name.replace(" ", "_"))
+        kernels = made.TritonKernels() if fault.source == SOURCE else made.InvariantKernels()
+        for path in _all_paths(SHAPES, kernels, LONG if fault.kernel == "attend" else SHORT):
+            if path.case.startswith(fault.kernel):
                 yield replace(path, name=name)
 
 
+def _all_paths(shapes: Shapes, kernels: Any, counts: tuple[int, ...]) -> Iterator[FastPath]:
+    yield from step_kernel_paths(shapes, kernels, counts)
+    if hasattr(kernels, "product"):
+        from mint.engine.cuda.fused_passes import FusedPasses  # imports Triton
+
+        yield from invariant_paths(shapes, kernels, counts, SPANS)
+        yield from company_paths(shapes, kernels, kernels, FusedPasses())
+
+
 def _plant(fault: Fault) -> str:
-    before, place, after = SOURCE.read_text().partition(fault.place)
+    before, place, after = fault.source.read_text().partition(fault.place)
     if fault.right not in after:
         raise ValueError(f"{fault.right!r} is not in the kernels after {fault.place!r}: plant the fault anew")
     return before + place + after.replace(fault.right, fault.wrong, 1)

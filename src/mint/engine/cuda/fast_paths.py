@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, StepKernels
 from mint.engine.cuda.grouped_experts import tile_pairs
 from mint.engine.cuda.guarded_memory import GuardedMemory
+from mint.engine.cuda.invariant_operations import InvariantPackedAttention, RowKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.operations import TrainingPasses
 from mint.engine.cuda.plain_kernels import PlainKernels
@@ -35,8 +36,8 @@ from mint.engine.protocol import AdamSpec
 from mint.engine.sampling.kv_cache import side_by_side
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
-EXPERTS, FUSED = "grouped experts", "fused passes"
-NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER)
+EXPERTS, FUSED, INVARIANT = "grouped experts", "fused passes", "batch-invariant kernels"
+NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER, INVARIANT)
 
 RANK = 16
 SLOTS = 3
@@ -55,6 +56,10 @@ SPANS = {
     "129 rows": [Span(0, 129)],
     "300 rows with a shared prefix": [Span(0, 100), Span(100, 170, (0, 100)), Span(170, 230, (0, 100)), Span(230, 300)],
 }
+
+ROW = 4
+BATCHES = ([3, ROW], [ROW, 3], list(range(17)), list(reversed(range(70))))
+"""A row, and batches in which it must have the bits that it has alone."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Of the largest number. In float32, products may round their factors to TF32 (10 bits)."""
@@ -131,6 +136,13 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         yield from fused_paths(shapes, FusedPasses(), ROWS)
     if CAPTURE in shapes.names:
         yield from _captured(shapes)
+    if INVARIANT in shapes.names:
+        from mint.engine.cuda.fused_passes import FusedPasses
+        from mint.engine.cuda.invariant_kernels import InvariantKernels
+
+        kernels = InvariantKernels()
+        yield from invariant_paths(shapes, kernels, ROWS)
+        yield from company_paths(shapes, kernels, kernels, FusedPasses())
     if EXPERTS in shapes.names:
         yield from _experts(shapes)
     if OPTIMIZER in shapes.names:
@@ -201,6 +213,92 @@ def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) ->
         for name, run in runs.items():
             ways = partial(_guarded, run, fused), partial(_guarded, run, plain)
             yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[torch.float32])
+
+
+def invariant_paths(
+    shapes: Shapes, kernels: RowKernels, counts: Sequence[int], layouts: Mapping[str, list[Span]] = SPANS
+) -> Iterator[FastPath]:
+    """The batch-invariant product for `counts` of rows, and attention in `layouts`, in guarded memory."""
+    dtype = _dtype(shapes)
+    weight = _random(shapes, shapes.inner, shapes.hidden, seed=1, dtype=dtype) / math.sqrt(shapes.hidden)
+    for count in counts:
+        x = _random(shapes, count, shapes.hidden, seed=2, dtype=dtype)
+        for rounded in {dtype, torch.float32}:
+            ways = (
+                partial(_guarded, lambda own, x=x, r=rounded: [own.product(x, weight, r)], kernels),
+                lambda x=x, r=rounded: [F.linear(x.float(), weight.float()).to(r), torch.tensor(0)],
+            )
+            yield FastPath(INVARIANT, f"product to {rounded}, {count} rows", *ways, TOLERANCE[dtype])
+    for case, spans in layouts.items():
+        heads = _heads_of(shapes, spans[-1].stop)
+        ways = (
+            partial(_guarded, partial(_attended, shapes, spans, heads), kernels),
+            lambda spans=spans, heads=heads: [*_attended(shapes, spans, heads, None), torch.tensor(0)],
+        )
+        yield FastPath(INVARIANT, f"attention, {case}", *ways, TOLERANCE[dtype])
+
+
+def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused: TrainingPasses) -> Iterator[FastPath]:
+    """Each kernel of the batch-invariant mode on a row in several batches, and on the row alone: the same bits."""
+    dtype, most = _dtype(shapes), max(map(len, BATCHES))
+    weight = _random(shapes, shapes.inner, shapes.hidden, seed=1, dtype=dtype)
+    x = _random(shapes, most, shapes.hidden, seed=2)
+    wide = _random(shapes, most, 2 * shapes.inner, seed=3)
+    queries = _random(shapes, most, shapes.query_heads, shapes.head_dim, seed=4, dtype=dtype)
+    norm = _random(shapes, shapes.hidden, seed=5)
+    rows = _context(shapes, most)
+    planes = _planes(shapes, rows)
+    runs: dict[str, Callable[[list[int]], Tensor]] = {
+        "product": lambda own: kernels.product(x[own].to(dtype), weight, torch.float32),
+        "norm of a step": lambda own: steps.norm(x[own], norm, shapes.eps, dtype)[0],
+        "swiglu of a step": lambda own: steps.swiglu(wide[own].to(dtype), None)[0],
+        "attention of a step": lambda own: steps.attend(
+            queries[own], replace(rows, inputs=rows.inputs[:, own].contiguous()), *planes
+        )[0],
+        "norm": lambda own: fused.rms_norm(x[own], norm, shapes.eps)[0],
+        "swiglu": lambda own: fused.swiglu(wide[own]),
+    }
+    for name, run in runs.items():
+        batches = BATCHES[:2] if run is runs["attention of a step"] else BATCHES
+        yield FastPath(
+            INVARIANT,
+            f"{name} in company",
+            lambda run=run, batches=batches: [run(own)[own.index(ROW)] for own in batches],
+            lambda run=run, batches=batches: [run([ROW])[0]] * len(batches),
+            tolerance=0,
+        )
+    yield FastPath(INVARIANT, "attention in company", *_attention_in_company(shapes, kernels), tolerance=0)
+
+
+def _attention_in_company(
+    shapes: Shapes, kernels: RowKernels
+) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
+    """The last rows of a sequence behind another one, and behind rows that are read from the cache; and alone."""
+    heads = _heads_of(shapes, 71)
+    own, last = heads[5:], slice(60, 66)
+
+    def together() -> list[Tensor]:
+        behind = _attended(shapes, [Span(0, 5), Span(5, 71)], heads, kernels)[0][5:]
+        cached = _attended(shapes, [Span(60, 66, (0, 60))], own, kernels)[0]
+        return [behind[last], cached]
+
+    def alone() -> list[Tensor]:
+        return [_attended(shapes, [Span(0, 66)], own, kernels)[0][last]] * 2
+
+    return together, alone
+
+
+def _heads_of(shapes: Shapes, count: int) -> Tensor:
+    total = shapes.query_heads + 2 * shapes.kv_heads
+    return _random(shapes, count, total, shapes.head_dim, seed=1, dtype=_dtype(shapes))
+
+
+def _attended(shapes: Shapes, spans: list[Span], heads: Tensor, kernels: RowKernels | None) -> list[Tensor]:
+    """By the batch-invariant kernels, or by plain operations where there are none."""
+    sizes = attention_blocks(spans), shapes.query_heads, shapes.kv_heads, torch.device(shapes.device)
+    if kernels is None:
+        return [PackedAttention(*sizes)(0, heads)]
+    return [InvariantPackedAttention(*sizes, kernels, PackedAttention)(0, heads)]
 
 
 def _guarded(run: Callable[[Any], list[Tensor]], kernels: object) -> list[Tensor]:

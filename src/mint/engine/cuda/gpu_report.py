@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mint.engine.cuda.fast_paths import CAPTURE, FUSED, NAMES, TRITON, Shapes
+from mint.engine.cuda.fast_paths import CAPTURE, FUSED, INVARIANT, NAMES, TRITON, Shapes
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.errors import InvalidRequestError
 
@@ -45,7 +45,7 @@ def check_gpu(version: str) -> GpuReport:
             remedy="Look at nvidia-smi, and install a build of torch with CUDA",
         )
     has_triton = find_spec("triton") is not None
-    names = NAMES if has_triton else tuple(name for name in NAMES if name not in (TRITON, FUSED, CAPTURE))
+    names = NAMES if has_triton else tuple(name for name in NAMES if name not in (TRITON, FUSED, CAPTURE, INVARIANT))
     verdicts = {}
     for dtype in DTYPES:
         widths = 1024, 3072, 16, 8, 128

@@ -8,7 +8,8 @@ are computed outside of the graph, because each graph would keep memory for them
 Bits of a row: between products every row is treated alone (`cuda/kernels.py`), so no other row and no padding changes a
 bit. The products are cuBLAS's, which chooses its order of addition by the shape. Their shape is the bucket's. As long
 as the rows of a replay fit into one tile of a product, as those of the first bucket do, a row does not depend on the
-others. In larger buckets its last bits may, as in prefill and training on a GPU.
+others. In larger buckets its last bits may, as in prefill and training on a GPU. In the batch-invariant mode the
+products have tiles that do not depend on the shape (`cuda/invariant_kernels.py`).
 
 Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
 tensors of torch's `meta` device, which refuse to be read back. Capture itself needs a GPU and has not been run on one.
@@ -26,7 +27,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.cuda.lora_slots import MAX_SLOTS, TILE_ROWS, LoraPart, LoraSlots, common_spec
@@ -79,7 +79,11 @@ class StepContext:
 
 
 class StepKernels(Protocol):
-    """The operations between a step's products; `TritonKernels` says the shapes."""
+    """A step's products and the operations between them; `TritonKernels` says the shapes."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product with a matrix of the base, in its dtype."""
+        ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """RMS norm, in float32 and in `dtype`."""
@@ -137,14 +141,14 @@ def run_layers(
         if layer.attention_norm is None or layer.mlp_norm is None:
             raise ValueError(f"layer {index} lacks a norm, and such steps are not captured")
         wide, narrow = kernels.norm(x, layer.attention_norm, eps, dtype)
-        product = F.linear(narrow, mixer.qkv.dense())
+        product = kernels.linear(narrow, mixer.qkv.dense())
         queries = kernels.heads(product, part(f"{index}.qkv", wide), mixer, rows, keys, values)
         wide, narrow = kernels.attend(queries, rows, keys, values)
-        x = kernels.add(F.linear(narrow, mixer.o.dense()), x, part(f"{index}.o", wide))
+        x = kernels.add(kernels.linear(narrow, mixer.o.dense()), x, part(f"{index}.o", wide))
         wide, narrow = kernels.norm(x, layer.mlp_norm, eps, dtype)
-        product = F.linear(narrow, layer.mlp.gate_up.dense())
+        product = kernels.linear(narrow, layer.mlp.gate_up.dense())
         wide, narrow = kernels.swiglu(product, part(f"{index}.gate_up", wide))
-        x = kernels.add(F.linear(narrow, layer.mlp.down.dense()), x, part(f"{index}.down", wide))
+        x = kernels.add(kernels.linear(narrow, layer.mlp.down.dense()), x, part(f"{index}.down", wide))
     return kernels.norm(x, weights.final_norm, eps, torch.float32)[0]
 
 

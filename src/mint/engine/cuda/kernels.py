@@ -1,9 +1,10 @@
 """The operations of a decoding step between its products, as Triton kernels: `StepKernels` on a GPU.
 
-Needs Triton, which CUDA builds of torch bring with them. This module and `fused_passes` alone import it, and they are
-imported only where a GPU is used. Every kernel treats each row alone and adds in an order that follows from the row:
-the number of rows, of padding rows and of splits changes no bit. Tested without a GPU: against float64 by Triton's
-interpreter, which has no products of bfloat16 and was given float16 instead, and by compiling for an H100.
+Needs Triton, which CUDA builds of torch bring with them. This module, `fused_passes` and `invariant_kernels` alone
+import it, and they are imported only where a GPU is used. Every kernel treats each row alone and adds in an order that
+follows from the row: the number of rows, of padding rows and of splits changes no bit. Tested without a GPU: against
+float64 by Triton's interpreter, which has no products of bfloat16 and was given float16 instead, and by compiling for
+an H100.
 
 Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
 by side · D head dimension · I inner width · O outputs · L slots of loras · S lora parts of one product · r rank · C
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,6 +38,10 @@ RANKS_AT_ONCE, INPUTS_AT_ONCE = 16, 64
 
 class TritonKernels:
     """`StepKernels` by Triton. Tensors are contiguous, rows first; `product` is in the base's dtype."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x @ weight.T` [T, O] of x [T, I] and weight [O, I], in their dtype, by torch's own library."""
+        return F.linear(x, weight)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`x / rms(x) · weight` [T, E] in float32 and in `dtype`."""

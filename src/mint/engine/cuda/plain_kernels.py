@@ -21,6 +21,9 @@ class PlainKernels:
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
         self.wide = wide
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = x.to(self.wide)
         out = own * (own.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

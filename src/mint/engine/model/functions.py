@@ -7,7 +7,7 @@ Letters: T rows (tokens) · I inputs · H heads · D head dimension · R rows of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +37,15 @@ def norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     return scaled.mul_(inverse).addcmul_(x, mean.mul_(inverse.pow(3)), value=-1)
 
 
-def head_inverse_rms(heads: Tensor, eps: float, joint: int) -> Tensor:
-    """`inverse_rms` of heads [T, H, D], [T, H, 1]; the first `joint` heads have one together, and the others; 0: each
-    its own."""
+def head_inverse_rms(
+    heads: Tensor, eps: float, joint: int, inverse: Callable[[Tensor, float], Tensor] = inverse_rms
+) -> Tensor:
+    """`inverse` of heads [T, H, D], [T, H, 1]; the first `joint` heads have one together, and the others; 0: each its
+    own."""
     if not joint:
-        return inverse_rms(heads, eps)
+        return inverse(heads, eps)
     runs = heads[:, :joint], heads[:, joint:]
-    return torch.cat([inverse_rms(run.flatten(1), eps)[:, None].expand(-1, run.shape[1], 1) for run in runs], dim=1)
+    return torch.cat([inverse(run.flatten(1), eps)[:, None].expand(-1, run.shape[1], 1) for run in runs], dim=1)
 
 
 def head_norm_gradient(scaled: Tensor, heads: Tensor, inverse: Tensor, joint: int) -> None:

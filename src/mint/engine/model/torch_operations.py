@@ -138,6 +138,10 @@ class TorchOperations:
         out = norm_gradient(grad.mul_(weight), x, inverse)
         return out if residual is None else out.add_(residual)
 
+    def head_inverse_rms(self, heads: Tensor, eps: float, joint: int) -> Tensor:
+        """1 / rms of heads [T, H, D], [T, H, 1]; `joint` as in `functions`."""
+        return head_inverse_rms(heads, eps, joint)
+
     def finish_heads(
         self,
         qkv: Tensor,
@@ -157,7 +161,7 @@ class TorchOperations:
         heads = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
         heads[:, rotated_heads:] = qkv[:, rotated_heads:]
         if norms is not None:
-            inverse = head_inverse_rms(turned, eps, joint_heads)
+            inverse = self.head_inverse_rms(turned, eps, joint_heads)
             turned = (turned * inverse).mul_(norms)
         rotate(turned, cos, sin, heads[:, :rotated_heads])
         return heads.to(self.dtype), inverse
