@@ -20,6 +20,7 @@
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
+| `MINT_BATCH_INVARIANT` | on a GPU, a sampled row has the same bits in any batch; slower | off |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
@@ -102,6 +103,7 @@ class Settings(BaseSettings):
     recompute: bool | None = None
     micro_batch_rows: int | None = Field(None, ge=1, le=1 << 20)
     native: bool | None = None
+    batch_invariant: bool | None = None
     instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
     cluster: Literal["local"] | None = None
     trainers: int = Field(2, ge=1, le=64)

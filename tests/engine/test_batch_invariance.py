@@ -34,7 +34,7 @@ def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp("wide")
     write_model(folder, "tied", **shape)
     engine = TorchEngine(dtype=dtype, threads=1, device="cpu")
-    engine.load_base("base", str(folder))
+    assert engine.load_base("base", str(folder)).settings["batch_invariant"]
     loras = (LORA, LoraSpec(16, 1, True, True, False), LoraSpec(3, 2, False, True, True))
     for index, lora in enumerate(loras):
         engine.create_model("m", "base", lora)

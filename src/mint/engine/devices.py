@@ -16,22 +16,24 @@ from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
-from mint.engine.cuda.attention import MIN_HEAD_DIM
-from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, FUSED, OPTIMIZER, TRITON, Shapes
+from mint.engine.cuda.attention import MIN_HEAD_DIM, FlexPackedAttention
+from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, FUSED, INVARIANT, OPTIMIZER, TRITON, Shapes
 from mint.engine.cuda.graph_step import StepGraphs, StepKernels
+from mint.engine.cuda.invariant_operations import InvariantOperations
 from mint.engine.cuda.operations import CudaOperations, FlexOperations, TrainingPasses
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.engine.drawing.draw import Draw, TorchDraw
 from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
-from mint.engine.model.config import DecoderConfig, Family
+from mint.engine.model.config import Activation, DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
+from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.state_cache import StateCache
-from mint.errors import MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +41,24 @@ log = logging.getLogger(__name__)
 class Device:
     """A device and the kernels that are installed for it."""
 
-    def __init__(self, name: str | None, native: NativeBuild | Path | None, *, gpu_kernels: bool) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        native: NativeBuild | Path | None,
+        *,
+        gpu_kernels: bool,
+        batch_invariant: bool = False,
+    ) -> None:
         """`name` as torch names devices; None: the GPU, if there is one. `native` are kernels in C for a CPU, or the
-        folder to compile them in. Without `gpu_kernels` a GPU runs plain operations of torch.
+        folder to compile them in. Without `gpu_kernels` a GPU runs plain operations of torch. If it is
+        `batch_invariant`, a sampled row on a GPU has the same bits in any batch, as it has on a CPU.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
         """
         self.torch = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._gpu_kernels = gpu_kernels
+        self._invariant = batch_invariant and self.torch.type == "cuda"
         self._verdicts: dict[Shapes, list[Verdict]] = {}
         self.switched_off: dict[str, str] = {}
         """The fast paths that failed the self-check of a base model, and why. No base model takes them from then on."""
@@ -62,7 +73,7 @@ class Device:
         if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
             names.append(FLEX)
         if _has_triton():
-            names += [TRITON, FUSED, CAPTURE]
+            names += [TRITON, FUSED, CAPTURE, *([INVARIANT] if self._invariant else [])]
             if config.experts_of(config.num_hidden_layers - 1) is not None:
                 names.append(EXPERTS)
         shapes = Shapes.of(config, dtype, str(self.torch), names)
@@ -97,6 +108,35 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a sampled row of mint's own decoder has the same bits in any batch."""
+        return self._invariant or self.torch.type == "cpu"
+
+    def require_batch_invariance(self, name: str, config: DecoderConfig | None, *, quantized: bool) -> None:
+        """Refuses a base model that cannot keep what the batch-invariant mode promises; without the mode, none. The
+        `config` is None where transformers computes the model.
+
+        Raises:
+            InvalidRequestError: its layers have operations whose bits depend on other rows, or the kernels are missing.
+        """
+        if not self._invariant:
+            return
+        if config is None or quantized or _has_experts(config) or not _fits_kernels(config):
+            problem = f"is not for {name}: only dense, unquantized models with full attention have these kernels"
+        elif not self._gpu_kernels or not _has_triton():
+            problem = "needs mint's Triton kernels"
+        elif not self._takes(TRITON, FUSED, INVARIANT):
+            problem = f"needs kernels that failed the self-check: {', '.join(self.switched_off)}"
+        else:
+            return
+        raise InvalidRequestError(
+            problem,
+            field="MINT_BATCH_INVARIANT",
+            value=True,
+            remedy="Unset it, or install triton and leave MINT_NATIVE unset (docs/gpu.md)",
+        )
 
     @property
     def is_present(self) -> bool:
@@ -134,13 +174,23 @@ class Device:
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
-            has_experts = any(config.experts_of(layer) is not None for layer in range(config.num_hidden_layers))
-            kernels = self._step_kernels() if has_experts and self._takes(TRITON, EXPERTS) else None
+            if self._invariant:
+                return self._invariant_operations(dtype, activation)
+            kernels = self._step_kernels() if _has_experts(config) and self._takes(TRITON, EXPERTS) else None
             fused = self._fused_passes() if self._takes(FUSED) else None
             if self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
                 return FlexOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
             return CudaOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
         return TorchOperations(dtype, self.torch, activation)
+
+    def _invariant_operations(self, dtype: torch.dtype, activation: Activation) -> Operations:
+        # Both import Triton.
+        from mint.engine.cuda.fused_passes import FusedPasses
+        from mint.engine.cuda.invariant_kernels import InvariantKernels
+
+        attention = FlexPackedAttention if self._takes(FLEX) else PackedAttention
+        kernels, fused = InvariantKernels(), FusedPasses()
+        return InvariantOperations(dtype, self.torch, activation, kernels, fused, trained_attention=attention)
 
     def operations_beside_modules(self, dtype: torch.dtype) -> TorchOperations:
         """The operations for a base model whose layers are modules of transformers: by torch's own libraries."""
@@ -150,6 +200,10 @@ class Device:
         """The decoding steps of a base model over its KV cache, and the states of its delta nets."""
         if isinstance(decoder.operations, NativeOperations):
             return NativeSteps(decoder, decoder.operations, cache, states)
+        if self._invariant:
+            from mint.engine.cuda.invariant_kernels import InvariantKernels  # imports Triton
+
+            return StepGraphs(decoder, cache, InvariantKernels(), capture=self._takes(CAPTURE))
         kernels = self._step_kernels() if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
 
@@ -173,7 +227,14 @@ class Device:
 
     def draw(self, operations: Operations) -> Draw:
         """How tokens are drawn from the logits of these operations."""
-        return NativeDraw(operations.kernels) if isinstance(operations, NativeOperations) else TorchDraw(operations)
+        if isinstance(operations, NativeOperations):
+            return NativeDraw(operations.kernels)
+        # torch chooses how it adds up rows by their number
+        return TorchDraw(operations, rows_at_once=1 if self._invariant else None)
+
+
+def _has_experts(config: DecoderConfig) -> bool:
+    return any(config.experts_of(layer) is not None for layer in range(config.num_hidden_layers))
 
 
 def _has_triton() -> bool:
@@ -182,15 +243,17 @@ def _has_triton() -> bool:
 
 def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
-    config = decoder.config
+    is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
+    return _fits_kernels(decoder.config) and not decoder.mixtures and not is_quantized
+
+
+def _fits_kernels(config: DecoderConfig) -> bool:
+    """Whether the kernels of the CUDA graphs compute all layers of such a model, if it has no experts."""
     is_plain = len(set(config.ropes)) == 1 and config.rotary_dim == config.head_dim and not config.windows
     usual = Family(config.family.name)
     is_usual = config.family.norms == usual.norms and config.family.activation == usual.activation
-    is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
     is_attention = config.delta_net is None and not config.family.output_gates
-    return (
-        is_plain and is_usual and is_attention and not config.family.fused and not decoder.mixtures and not is_quantized
-    )
+    return is_plain and is_usual and is_attention and not config.family.fused
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

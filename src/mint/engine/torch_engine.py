@@ -83,6 +83,7 @@ class TorchEngine:
         micro_batch_rows: int | None = None,
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
+        batch_invariant: bool = False,
         implementation: Literal["mint", "transformers"] | None = None,
         quantize: Quantization | None = None,
         peers: Peers = ALONE,
@@ -96,7 +97,8 @@ class TorchEngine:
         only for sequences that are too long otherwise. `micro_batch_rows` are the rows of a micro-batch, which decide
         the last bits of a gradient; None: by the memory of the device. `native` are kernels in C for a CPU, or the
         folder where they are compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels`
-        a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. `implementation`
+        a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. With
+        `batch_invariant` a sampled row on a GPU has the same bits in any batch, as it has on a CPU. `implementation`
         is what computes base models: by default mint's own decoder where it knows the family, else the modules of
         transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's
         own decoder alone. `peers` are the processes that run each pass together; all get the same calls that train.
@@ -104,7 +106,7 @@ class TorchEngine:
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
         """
-        self._device = Device(device, native, gpu_kernels=gpu_kernels)
+        self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant)
         self._dtype = self._device.default_dtype if dtype is None else DTYPES[dtype]
         if threads is not None:
             torch.set_num_threads(threads)
@@ -340,6 +342,7 @@ class TorchEngine:
                 value=self._quantize,
                 remedy="Unset it, or choose a family of docs/models.md",
             )
+        self._device.require_batch_invariance(name, None, quantized=False)
         # Deferred: it loads transformers' models, which own families do not need.
         from mint.engine.bases.transformers_base import TransformersBase
 

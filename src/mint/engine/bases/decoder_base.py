@@ -58,10 +58,11 @@ class DecoderBase(BaseModel):
         """Reads the weights; the caches are made at the first sample.
 
         Raises:
-            InvalidRequestError: the folder lacks or adds tensors.
+            InvalidRequestError: the folder lacks or adds tensors, or the batch-invariant mode is not for this model.
             CheckpointError: a weight file is damaged.
         """
         device.check(config, dtype)
+        device.require_batch_invariance(name, config, quantized=quantization is not None)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
         self._decoder = Decoder(config, tensors, operations, quantization)
@@ -92,6 +93,7 @@ class DecoderBase(BaseModel):
             "instructions": operations.instructions,
             "kernels": operations.kernels_digest,
             "switched_off": dict(device.switched_off),
+            "batch_invariant": device.is_batch_invariant,
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": quantization,

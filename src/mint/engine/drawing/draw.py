@@ -53,8 +53,10 @@ class Draw(Protocol):
 class TorchDraw:
     """`Draw` in torch."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, rows_at_once: int | None = None) -> None:
+        """`rows_at_once`: as `draw` takes them; None: as many as the operations say."""
         self._operations = operations
+        self._rows_at_once = rows_at_once
 
     def __call__(
         self,
@@ -80,7 +82,7 @@ class TorchDraw:
             take(logits, rows),
             uniform_of(own["stream"], own["emitted"]),
             *rules(own),
-            rows_at_once=self._operations.rows_in_cache(logits.shape[1]),
+            rows_at_once=self._rows_at_once or self._operations.rows_in_cache(logits.shape[1]),
         )
         # All in one transfer; a float64 holds each exactly.
         columns = torch.stack([column.double() for column in found]).cpu().numpy()

@@ -31,7 +31,11 @@ BASE_NUMBERS = {
 }
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
-_KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)"}
+INVARIANT = "batch-invariant"
+"""The attention of the batch-invariant mode on a GPU."""
+
+_KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)",
+            INVARIANT: "1 (mint's kernels)"}  # fmt: skip
 """The value of MINT_NATIVE, by the attention that took effect: with one come all kernels of its maker."""
 
 STATE_BYTES = "state_bytes"
@@ -81,7 +85,10 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
     # Without the digest of the kernels' sources: a newer mint may have other kernels, as a newer torch has. Where their
     # bits differ, a replay finds it.
     values["instructions"] = effective.get("instructions")
-    return {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
+    found = {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
+    if effective.get("attention") in ("flex", INVARIANT):
+        found["MINT_BATCH_INVARIANT"] = "1" if effective["attention"] == INVARIANT else "0"
+    return found
 
 
 def _sha256(*values: Any) -> str:
