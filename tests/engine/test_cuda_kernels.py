@@ -41,7 +41,9 @@ def test_interpreted_they_pass_the_self_check_which_finds_every_planted_fault(mo
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found, fused = (importlib.import_module(f"mint.engine.cuda.{name}") for name in ("kernels", "fused_passes"))
+    found, fused, invariant = (
+        importlib.import_module(f"mint.engine.cuda.{name}") for name in ("kernels", "fused_passes", "invariant_kernels")
+    )
     compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     attention = {"GROUPS": 2, "DIM": 128, "PAGE_POSITIONS": PAGE_POSITIONS, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
     tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}
@@ -49,9 +51,24 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
              "FIRST_PAGE": FIRST_PAGE, "BIASED": True, "NORMED": True, "RANK": 16, "ROWS": 16, "HALF": 64,
              "RANKS": 16}  # fmt: skip
     numbers = {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(
-        ("stride", "page_size", "count", "inner", "outputs", "width", "splits", "slot_size", "ranks"), "i32"
+        (
+            "stride",
+            "page_size",
+            "count",
+            "inner",
+            "outputs",
+            "width",
+            "splits",
+            "slot_size",
+            "ranks",
+            "weight_row",
+            "weight_column",
+            "first_result",
+        ),
+        "i32",
     )
     narrow = dict.fromkeys(("queries", "keys", "values", "narrow", "product"), "*bf16")
+    bases = dict.fromkeys(("heads", "weight", "x"), "*bf16")
     # One of 8B's width, which no program may have to keep outside of its registers.
     passes = {
         fused._norm: {"ADDS": True, "WIDTH": 4096}, fused._norm_gradient: {"ADDS": True, "WIDTH": 4096},
@@ -64,11 +81,25 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
         "_shrink": {"ROWS": 16, "RANKS": found.RANKS_AT_ONCE, "INPUTS": found.INPUTS_AT_ONCE},
         "_heads": heads, "_swiglu": tile, "_add": tile,
     }  # fmt: skip
-    for function, sizes in {**{getattr(found, name): own for name, own in steps.items()}, **passes}.items():
+    own_tiles = {
+        invariant._product: {"ROWS": invariant.ROWS_AT_ONCE, "COLUMNS": invariant.COLUMNS_AT_ONCE,
+                             "INPUTS": invariant.INPUTS_AT_ONCE},
+        invariant._attend_packed: {"QUERY_HEADS": 16, "KV_HEADS": 8, "GROUPS": 2, "DIM": 128, "QUERIES": 16,
+                                   "WIDTH": 128, "KEYS": invariant.KEYS_AT_ONCE},
+    }  # fmt: skip
+    kernels = {getattr(found, name): own for name, own in steps.items()} | passes | own_tiles
+    for function, sizes in kernels.items():
         types = {
             own: "constexpr"
             if own in sizes
-            else {"inputs": "*i32", "slots": "*i32", **numbers, **narrow}.get(own, "*fp32")
+            else {
+                "inputs": "*i32",
+                "slots": "*i32",
+                "seen": "*i32",
+                **numbers,
+                **narrow,
+                **(bases if function in own_tiles else {}),
+            }.get(own, "*fp32")
             for own in function.arg_names
         }
         constants = {(function.arg_names.index(own),): value for own, value in sizes.items()}
