@@ -249,3 +249,11 @@ def test_what_cannot_work_is_one_sentence_that_helps(prompts: str) -> None:
     ):
         told = mint("train", "rl", *words)
         assert isinstance(told.exception, SystemExit) and part in " ".join(told.output.split()), told.output
+
+
+@pytest.mark.parametrize("recipe", ["rl", "sft", "dpo", "distill"])
+def test_the_help_of_a_recipe_lists_its_settings(recipe: str) -> None:
+    answer = CliRunner().invoke(app, ["train", recipe, "--help"])
+    assert answer.exit_code == 0, answer.output
+    assert "  save_every (int, default " in answer.stdout and "Steps between resumable checkpoints" in answer.stdout
+    assert ("group_size" in answer.stdout) == (recipe in ("rl", "distill"))

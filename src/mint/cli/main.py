@@ -57,7 +57,7 @@ app = typer.Typer(
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",
 )
 app.command()(train.demo)
-app.command()(train.train)
+app.command(cls=train.TrainCommand)(train.train)
 app.command()(serve.serve)
 app.command()(recover)
 app.add_typer(serve.keys_app, name="keys")

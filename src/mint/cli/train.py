@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from mint.cli.assignments import Assignments, parse_assignments
 from mint.cli.terminal import fail
@@ -46,6 +47,24 @@ Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit
 RunDir = Annotated[Path | None, typer.Option(help="the run folder; a new one if not given")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
 Yes = Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")]
+
+
+class TrainCommand(TyperCommand):
+    """`mint train`, whose `--help` lists the settings of the recipe that stands before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["recipe"] = next((one for one in args if one in list(Recipe)), None)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        recipe = ctx.meta["recipe"]
+        if recipe is not None:
+            from mint.cli.recipes.recipe_settings import read_settings_of  # deferred: `mint --help` answers at once
+
+            typer.echo("Settings of a run, each as name=value. A task may have other defaults.\n")
+            for setting in read_settings_of(recipe):
+                typer.echo(f"  {setting.name} ({setting.kind}, default {setting.default}) {setting.meaning}".rstrip())
 
 
 def demo(
@@ -97,7 +116,10 @@ def train(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`."""
+    """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`.
+
+    `mint train rl --help` lists the settings of a recipe.
+    """
     from mint.cli.recipes.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
 
     try:
