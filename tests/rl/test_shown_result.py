@@ -34,6 +34,18 @@ def test_an_rl_run_prints_its_curve_its_heldout_reward_and_its_findings(tmp_path
     assert [picture[:8] for picture in pictures(html)] == [b"\x89PNG\r\n\x1a\n"]
 
 
+def test_a_python_prompt_shows_an_rl_run_in_one_short_line(tmp_path: Path) -> None:
+    task = ManyDigits()
+    task.build_heldout = lambda: ["7", "8"]
+    config = RLConfig(base_model="mint/tiny", steps=1, batch_size=1, group_size=2, max_tokens=2, run_dir=tmp_path)
+    result = run_grpo(task, config)
+    before, after = result.heldout_before, result.heldout_after
+    assert repr(result) == (
+        f"<RunResult {tmp_path}: 1 steps, held-out reward (greedy) {before[0.0].mean:.3f} → {after[0.0].mean:.3f}, "
+        f"held-out reward (temperature 1) {before[1.0].mean:.3f} → {after[1.0].mean:.3f}>"
+    )
+
+
 def test_a_supervised_run_prints_its_loss_and_its_heldout_scores(tmp_path: Path) -> None:
     examples = [Demonstration([5, 6, 7 + place], "yes") for place in range(6)]
     result = run_sft(examples[:4], examples[4:], SFTConfig(batch_size=2, run_dir=tmp_path))

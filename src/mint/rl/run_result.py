@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.tracking.shown_result import ShownResult
+from mint.runs.terminal_text import temperature_name
 
 
 @dataclass(frozen=True)
 class RunResult(ShownResult):
-    """`print` shows it as lines, a notebook as a table with the curve.
+    """A Python prompt shows it as one line, `print` as lines, a notebook as a table with the curve.
 
     `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0); empty without a held-out set.
 
@@ -32,3 +33,13 @@ class RunResult(ShownResult):
     findings: list[Finding]
     best_checkpoint: str | None = None
     stopped_by: str | None = None
+
+    def __repr__(self) -> str:
+        """One short line, which a Python prompt shows; the fields have everything."""
+        rewards = [
+            f", held-out reward ({temperature_name(temperature)}) {before.mean:.3f} → {after.mean:.3f}"
+            for temperature, before in sorted(self.heldout_before.items())
+            if (after := self.heldout_after.get(temperature)) is not None
+        ]
+        ended = "" if self.stopped_by is None else f", stopped by {self.stopped_by}"
+        return f"<{type(self).__name__} {self.run_dir}: {self.steps} steps{ended}{''.join(rewards)}>"
