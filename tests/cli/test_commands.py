@@ -222,6 +222,16 @@ def test_a_package_that_is_not_installed_is_one_sentence_with_what_to_install(wo
     assert "MissingExtraError" in line and "pip install 'mint[local]'" in line
 
 
+def test_the_run_folders_are_listed_without_the_service(trained: dict[str, Any], home: Path) -> None:
+    """With `mint[rl]`, which has numpy alone."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys(set({EXTRAS['local']!r}) - {{'numpy'}}))"
+    command = [sys.executable, "-c", f"{hidden}; from mint.cli.main import app; app()", "runs", "list", "--json"]
+    environment = {**os.environ, "MINT_HOME": str(home)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert Path(trained["run_dir"]).name in [run["name"] for run in json.loads(ended.stdout)["rl_runs"]]
+
+
 def test_the_folder_of_a_run_may_be_named_like_a_setting(prompts: str, tmp_path: Path) -> None:
     for number, words in enumerate((["rl", "steps=1"], ["sft", "epochs=1"])):
         folder = tmp_path / str(number)

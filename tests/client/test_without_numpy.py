@@ -77,6 +77,10 @@ def test_a_client_without_numpy_gets_what_a_client_with_numpy_gets(tmp_path: Pat
     ("code", "message"),
     [
         ("import mint.rl", r"mint.rl needs numpy. pip install 'mint\[rl\]'"),
+        (
+            "import mint; mint.ServiceClient().session_id",
+            r"needs the package numpy.* pip install 'mint\[local\]' to compute on this machine, or set MINT_BASE_URL",
+        ),
         ("from mint.types import TensorData; TensorData([1], 'int64').to_numpy()", "needs numpy. pip install numpy"),
         ("from mint.types import ModelInput; ModelInput.from_ints([1]).to_numpy()", "needs numpy. pip install numpy"),
     ],
@@ -100,3 +104,24 @@ for message in (OUTPUT, SAMPLE, decode(ForwardBackwardRequest, SDK_REQUEST, Enco
 """
     place = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'wire')!r})\n"
     assert run(place + code) == run(place + code, hide=False)
+
+
+def mint(*words: str, home: Path, url: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"{HIDE_NUMPY}from mint.cli.main import app; app()", *words]
+    environment = {**os.environ, "MINT_API_KEY": "", "MINT_HOME": str(home), **({"MINT_BASE_URL": url} if url else {})}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_command_of_this_machine_names_the_one_extra_that_suffices(tmp_path: Path) -> None:
+    ended = mint("keys", "list", home=tmp_path)
+    assert ended.returncode == 1
+    assert "mint[local]" in ended.stderr and "mint[rl]" not in ended.stderr, ended.stderr
+
+
+def test_the_models_of_a_server_are_listed_without_numpy(tmp_path: Path) -> None:
+    with http_server(tmp_path, engine=FakeEngine()) as url:
+        run(CLIENT, url)
+        ended = mint("runs", "list", "--json", home=tmp_path / "elsewhere", url=url)
+    assert ended.returncode == 0, ended.stderr
+    listed = json.loads(ended.stdout)
+    assert len(listed["training_runs"]) == 1 and listed["rl_runs"] == []

@@ -16,6 +16,9 @@ from mint.cli.terminal import fail
 from mint.errors import MintError, MissingExtraError
 from mint.version import VERSION
 
+LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "recover"})
+"""Commands that need more of `mint[local]` than numpy, which `mint[rl]` has."""
+
 
 class _Commands(TyperGroup):
     """The commands; a package that is not installed is one sentence that says what to install."""
@@ -29,7 +32,7 @@ class _Commands(TyperGroup):
             if error.name is None or error.name.partition(".")[0] == "mint":
                 raise
             remedy = "pip install 'mint[local]'"
-            if error.name == "numpy":
+            if error.name == "numpy" and ctx.invoked_subcommand not in LOCAL_COMMANDS:
                 remedy += " to train or serve on this machine, or 'mint[rl]' to train on a server and to read runs"
             needed = f"mint {ctx.invoked_subcommand} needs the package {error.name}, which is not installed"
             fail(MissingExtraError(needed, remedy=remedy))

@@ -19,7 +19,7 @@ from mint.client.sampling_client import SamplingClientFuture
 from mint.client.session import EmbeddedServer, Session
 from mint.client.training_client import TrainingClientFuture, create_sampler
 from mint.config import read_settings
-from mint.errors import InvalidRequestError, NotFoundError
+from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
 from mint.types import (
     CreateModelResponse,
     GetServerCapabilitiesResponse,
@@ -291,8 +291,13 @@ def _made(future: F) -> F:
 
 
 def _open_embedded(data_dir: Path | None) -> EmbeddedServer:
-    from mint.compose.embedded import (
-        open_embedded,
-    )  # deferred: the service, which users of a server may not have installed
-
+    try:
+        from mint.compose.embedded import open_embedded  # deferred: users of a server may not have it installed
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "mint":
+            raise
+        raise MissingExtraError(
+            f"computing on this machine needs the package {error.name}, which is not installed",
+            remedy="pip install 'mint[local]' to compute on this machine, or set MINT_BASE_URL to use a server",
+        ) from error
     return open_embedded(data_dir=data_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -31,7 +31,7 @@ from mint.cli.storage.tables import (
     time_text,
 )
 from mint.cli.terminal import fail
-from mint.errors import InvalidRequestError, MintError, NotFoundError
+from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
 from mint.runs.terminal_text import paragraph
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """The models of the service, newest first; and the runs whose folders are on this machine."""
-    found = newest_runs(data_dir, limit)
+    found = _runs_here(data_dir, limit)
     query = _page_query(limit, offset, accessible)
     page = _models_page(query, data_dir, has_runs=bool(found), as_json=as_json)
     made_by = {model: run["name"] for run in found for model in run["models"]}
@@ -96,16 +96,29 @@ def list_runs(
                 print_sentence(f"{run['name']} cannot be read. {run['error']}")
 
 
+def _runs_here(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
+    """The newest runs of this machine; none where numpy is missing, which reads them, and a server is asked."""
+    from mint.config import read_settings  # deferred: `mint --help` answers at once
+
+    try:
+        return newest_runs(data_dir, limit)
+    except ModuleNotFoundError as error:
+        if error.name != "numpy" or data_dir is not None or read_settings().base_url is None:
+            raise
+        return []
+
+
 def _models_page(
     query: PageQuery, data_dir: Path | None, *, has_runs: bool, as_json: bool
 ) -> TrainingRunsResponse | None:
-    """A page of models; None if no service has worked in the folder, but runs of a server elsewhere are there."""
+    """A page of models; None if there are runs of a server elsewhere, and no service has worked in the folder or
+    none is installed that could read it."""
     from mint.cli.storage.storage import open_storage  # deferred: loads the SDK, or the server
 
     try:
         with open_storage(data_dir) as storage:
             return storage.runs(query)
-    except NotFoundError as error:
+    except (NotFoundError, MissingExtraError) as error:
         if has_runs:
             return None
         fail(error, as_json=as_json)
