@@ -39,11 +39,11 @@ def test_a_python_prompt_shows_an_rl_run_in_one_short_line(tmp_path: Path) -> No
     task.build_heldout = lambda: ["7", "8"]
     config = RLConfig(base_model="mint/tiny", steps=1, batch_size=1, group_size=2, max_tokens=2, run_dir=tmp_path)
     result = run_grpo(task, config)
-    before, after = result.heldout_before, result.heldout_after
-    assert repr(result) == (
-        f"<RunResult {tmp_path}: 1 steps, held-out reward (greedy) {before[0.0].mean:.3f} → {after[0.0].mean:.3f}, "
-        f"held-out reward (temperature 1) {before[1.0].mean:.3f} → {after[1.0].mean:.3f}>"
-    )
+    rewards = [
+        f"held-out reward at temperature {name} {before.mean:.3f} → {after.mean:.3f}"
+        for name, before, after in zip("01", result.heldout_before.values(), result.heldout_after.values(), strict=True)
+    ]
+    assert repr(result) == f"<RunResult {tmp_path}: 1 steps, {', '.join(rewards)}>"
 
 
 def test_a_supervised_run_prints_its_loss_and_its_heldout_scores(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.tracking.shown_result import ShownResult
-from mint.runs.terminal_text import temperature_name
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class RunResult(ShownResult):
     def __repr__(self) -> str:
         """One short line, which a Python prompt shows; the fields have everything."""
         rewards = [
-            f", held-out reward ({temperature_name(temperature)}) {before.mean:.3f} → {after.mean:.3f}"
+            f", held-out reward at temperature {temperature:g} {before.mean:.3f} → {after.mean:.3f}"
             for temperature, before in sorted(self.heldout_before.items())
             if (after := self.heldout_after.get(temperature)) is not None
         ]
