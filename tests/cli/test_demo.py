@@ -66,7 +66,7 @@ def test_people_see_the_held_out_set_by_name_before_and_after_and_three_examples
     _, shown = demo
     for text in ("arithmetic held-out", "before RL", "after RL", "greedy", "temperature 1", "reward"):
         assert text in shown
-    assert shown.count("Q: What is") == 3
+    assert shown.count("Q: What is") == 2 + 3  # a sample of each of the two steps, and the examples
 
 
 def test_the_run_folder_holds_metrics_rollouts_and_a_picture(demo: tuple[dict[str, object], str]) -> None:

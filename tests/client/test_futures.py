@@ -16,6 +16,7 @@ import pytest
 from waiting import HANG_S, wait_until
 
 import mint
+from mint.client.futures import wait_async
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import LossSpec, PassResult, TrainDatum
 from mint.errors import ResultTimeoutError, SessionEndedError
@@ -136,6 +137,7 @@ SCRIPT = """
 import sys, threading
 import mint
 from mint.compose.embedded import open_embedded
+from mint.client.futures import wait_async
 from mint.engine.fake_engine import FakeEngine
 from mint.types import Datum, ModelInput
 from pathlib import Path
@@ -170,6 +172,21 @@ def test_ctrl_c_ends_a_wait_and_the_program_ends_cleanly(tmp_path: Any) -> None:
     out, err = child.communicate(timeout=HANG_S)
     assert (out, err, child.returncode) == ("interrupted\n", "", 0)
     assert not list((tmp_path / "instances").glob("?" * 32 + ".lock"))
+
+
+def test_an_error_that_comes_as_the_loop_of_a_program_ends_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a second Ctrl-C ends a program in which tasks wait."""
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(wait_async(future, None))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    future.set_exception(ValueError("lost"))
+    loop.stop()
+    loop.run_forever()  # once: the waiter has the error, and the task that waits does not run any more
+    loop.close()
+    del waiting, future
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_future_that_is_cancelled_while_its_session_closes_leaves_no_unread_error(

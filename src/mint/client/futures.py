@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from mint.errors import ResultTimeoutError
@@ -98,10 +99,37 @@ async def wait_async(future: concurrent.futures.Future[T], timeout: float | None
     if future.done() and not future.cancelled():
         return future.result()
     try:
-        # Without the shield, a waiter that is cancelled or times out would cancel the future of all waiters.
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
+        return await asyncio.wait_for(_in_this_loop(future), timeout)
     except TimeoutError as error:
         raise _timed_out(future, timeout, error) from None
+
+
+def _in_this_loop(future: concurrent.futures.Future[T]) -> asyncio.Future[T]:
+    """A future of the running loop that ends as `future` does.
+
+    Unlike that of `asyncio.wrap_future`, it may be cancelled alone: others wait for `future`, too. And its error counts
+    as read: where Ctrl-C ends a program's loop, nobody reads it any more, and asyncio would print a traceback.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[T] = loop.create_future()
+
+    def settle() -> None:
+        if waiter.done():
+            return
+        if future.cancelled():
+            waiter.cancel()
+        elif (error := future.exception()) is not None:
+            waiter.set_exception(error)
+            waiter.exception()
+        else:
+            waiter.set_result(future.result())
+
+    def tell_loop(_done: concurrent.futures.Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle)
+
+    future.add_done_callback(tell_loop)
+    return waiter
 
 
 def _timed_out(future: concurrent.futures.Future[Any], timeout: float | None, error: TimeoutError) -> Exception:
