@@ -264,7 +264,7 @@ def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused
             INVARIANT,
             f"{name} in company",
             lambda run=run, batches=batches: [run(own)[own.index(ROW)] for own in batches],
-            lambda run=run, batches=batches: [run([ROW])[0]] * len(batches),
+            lambda run=run, batches=batches: [run([ROW])[0] for _ in batches],  # as many, for the times
             tolerance=0,
         )
     yield FastPath(INVARIANT, "attention in company", *_attention_in_company(shapes, kernels), tolerance=0)
@@ -283,7 +283,7 @@ def _attention_in_company(
         return [behind[last], cached]
 
     def alone() -> list[Tensor]:
-        return [_attended(shapes, [Span(0, 66)], own, kernels)[0][last]] * 2
+        return [_attended(shapes, [Span(0, 66)], own, kernels)[0][last] for _ in range(2)]
 
     return together, alone
 
