@@ -182,6 +182,34 @@ def test_a_name_that_is_no_run_is_told_as_such(home: Path, command: list[str], n
     assert answer.exit_code == 1 and f"run = {name or '(empty)'}: is not a run" in answer.stderr
 
 
+def test_a_run_is_named_by_the_model_that_it_trained(home: Path, log: RunLog) -> None:
+    model = log.read("checkpoints.jsonl")[-1]["checkpoint"].split("/")[2]
+    assert find_run(model, home) == home / "runs" / "looked-at"
+    answer = mint("diagnose", model)
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize("name", ["latest", "looked", "1"])
+def test_commands_on_checkpoints_take_the_name_of_a_run(home: Path, log: RunLog, name: str) -> None:
+    last = log.read("checkpoints.jsonl")[-1]["checkpoint"]
+    model = last.split("/")[2]
+    assert mint("checkpoints", "list", name, "--json").stdout == mint("checkpoints", "list", model, "--json").stdout
+    for command in ("show", "publish", "unpublish"):
+        shown = mint("checkpoints", command, name, "--json")
+        assert shown.exit_code == 0, shown.output
+        assert json.loads(shown.stdout)["path"] == last
+    refused = mint("checkpoints", "delete", "loked-at", "--yes")
+    assert refused.exit_code == 1 and "run = loked-at: is not a run. Did you mean looked-at?" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["latest", "looked", "1"])
+def test_the_dashboard_takes_the_name_of_a_run(home: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shown: list[Path] = []
+    monkeypatch.setattr("mint.compose.dashboard_server.serve_dashboard", lambda _, extra, **_rest: shown.extend(extra))
+    assert mint("dashboard", name).exit_code == 0
+    assert shown == [home / "runs" / "looked-at"]
+
+
 def test_paths_are_not_broken_so_that_they_can_be_copied(home: Path) -> None:
     answer = CliRunner().invoke(app, ["runs", "show", "latest"], env={"COLUMNS": "40"})
     assert str(home / "runs" / "looked-at") in answer.stdout

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from mint.cli.run_names import find_run
 from mint.cli.terminal import fail
-from mint.errors import InvalidRequestError, MintError
+from mint.errors import InvalidRequestError, MintError, NotFoundError
 
 
 def dashboard(
-    folders: Annotated[list[Path] | None, typer.Argument(help="more run folders, or folders with runs in them")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="more runs by folder or name, or folders with runs in them")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="the data directory; MINT_HOME if not given")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8501,
     host: Annotated[str, typer.Option(help="another address requires API keys of the data directory")] = "127.0.0.1",
@@ -38,10 +41,7 @@ def dashboard(
         if tasks and not start_runs:
             remedy = "Add --start-runs, or leave it out"
             raise InvalidRequestError("is only for --start-runs", field="--task", value=tasks[0], remedy=remedy)
-        extra = [folder.expanduser() for folder in folders or []]
-        for folder in extra:
-            if not folder.is_dir():
-                raise InvalidRequestError("is not a folder", field="FOLDERS", value=folder, remedy="Name a run folder")
+        extra = [_folder(name, data_dir) for name in runs or []]
         settings = read_settings()
         home = (data_dir or settings.home_dir).expanduser().resolve()
         serve_dashboard(
@@ -55,3 +55,23 @@ def dashboard(
         )
     except MintError as error:
         fail(error)
+
+
+def _folder(name: str, data_dir: Path | None) -> Path:
+    """The folder at this path, else the one of the run with this name.
+
+    Raises:
+        InvalidRequestError: there is neither.
+    """
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder
+    try:
+        return find_run(name, data_dir)
+    except NotFoundError as error:
+        raise InvalidRequestError(
+            "is not a folder, and no run has this name",
+            field="RUNS",
+            value=name or "(empty)",
+            remedy=f"Name a run folder or a run. {error.remedy}",
+        ) from error

@@ -5,13 +5,14 @@ Where a command takes a checkpoint, a run stands for the last one that it saved.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mint.errors import InvalidRequestError, NotFoundError
+from mint.errors import InvalidRequestError, MintError, NotFoundError
 
 LATEST = "latest"
 
@@ -19,11 +20,11 @@ RUN_HELP = "a run folder, the name of a run or its beginning, its number in `min
 Run = Annotated[str, typer.Argument(help=RUN_HELP)]
 
 
-def find_run(name: str, data_dir: Path | None = None) -> Path:
+def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) -> Path:
     """The folder of a run of a data directory (None: `MINT_HOME`).
 
-    `name` is the path of its folder, its whole name, `latest`, the beginning of one name only, or its number in
-    `mint runs list`. The first of these that fits counts.
+    `name` is the path of its folder, its whole name, `latest`, the beginning of one name only, its number in
+    `mint runs list`, or with `by_model` the id of a model that it trained. The first of these that fits counts.
 
     Raises:
         NotFoundError: no run fits.
@@ -41,6 +42,8 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
         return folders[begun[0]]
     if name.isascii() and name.isdecimal() and 1 <= int(name) <= len(folders):
         return list(folders.values())[int(name) - 1]
+    if by_model and (trained := run_of_model(name, data_dir)) is not None:
+        return folders[trained]
     if begun:
         names = ", ".join(begun[:5]) + (", …" if len(begun) > 5 else "")
         raise InvalidRequestError(
@@ -52,14 +55,27 @@ def find_run(name: str, data_dir: Path | None = None) -> Path:
     raise NotFoundError("is not a run", field="run", value=name or "(empty)", remedy=remedy)
 
 
+def run_of_model(model: str, data_dir: Path | None = None) -> str | None:
+    """The name of the run on this machine that trained a model of the service; None if no run has saved it."""
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+
+    if ":" not in model:
+        return None
+    for name, folder in newest_folders(data_dir).items():
+        with suppress(MintError):  # a damaged run hides no other
+            if model in RunReader(folder).models():
+                return name
+    return None
+
+
 def find_checkpoint(name: str, data_dir: Path | None = None) -> str:
-    """The path of a checkpoint: `name` itself if it is one, else the last checkpoint of the run that it names.
+    """The path of a checkpoint, or its id: `name` itself if it is one, else the last checkpoint of the run it names.
 
     Raises:
         NotFoundError: no run fits, or the run has saved no checkpoint.
         InvalidRequestError: `name` is the beginning of several names.
     """
-    if "://" in name:
+    if "://" in name or name.startswith("ckpt_"):
         return name
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 

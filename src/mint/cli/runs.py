@@ -163,14 +163,6 @@ def _summary(folder: Path) -> RunSummary:
         return unreadable_summary(folder, str(error))
 
 
-def find_run_of_model(model: str, data_dir: Path | None) -> str | None:
-    """The name of the run on this machine that trained a model of the service; None if no run has saved it."""
-    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
-
-    folders = newest_folders(data_dir).items()
-    return next((name for name, folder in folders if model in RunReader(folder).models()), None)
-
-
 def state_name(run: Mapping[str, Any]) -> str:
     """The state of a run in a word: `stale` for one that runs and has been silent for long."""
     return "stale" if run["is_stale"] else run["state"]

@@ -15,8 +15,8 @@ import typer
 from rich.filesize import decimal
 
 from mint.cli.base_models import pull
-from mint.cli.run_names import RUN_HELP, Run, find_run
-from mint.cli.runs import RUN_COLUMNS, find_run_of_model, newest_runs, run_row, show_run_folder
+from mint.cli.run_names import RUN_HELP, Run, find_checkpoint, find_run, run_of_model
+from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
@@ -36,7 +36,7 @@ from mint.runs.terminal_text import paragraph
 
 if TYPE_CHECKING:
     from mint.cli.storage.storage import Storage
-    from mint.types.records import PageQuery, TrainingRunsResponse
+    from mint.types.records import CheckpointsListResponse, PageQuery, TrainingRunsResponse
 
 runs_app = typer.Typer(no_args_is_help=True, help="Models that a service trains, and the run folders of this machine.")
 checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
@@ -49,7 +49,8 @@ Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON docume
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="how many at most")]
 Offset = Annotated[int, typer.Option(min=0, help="how many to leave out first")]
 Accessible = Annotated[bool, typer.Option("--accessible", help="also what others have published")]
-CheckpointArgument = Annotated[str, typer.Argument(help="mint://MODEL_ID/weights/NAME, or its ckpt_… id")]
+CHECKPOINT_HELP = "mint://MODEL_ID/weights/NAME, a ckpt_… id, or a run (its last checkpoint)"
+CheckpointArgument = Annotated[str, typer.Argument(help=CHECKPOINT_HELP)]
 Ttl = Annotated[int | None, typer.Option(help="seconds until it is deleted; for good if not given")]
 
 
@@ -134,7 +135,7 @@ def show_run(
 ) -> None:
     """A model and its checkpoints; or a run: its state, curve, evaluations, findings and checkpoints."""
     try:
-        show_run_folder(find_run(run_id, data_dir), as_json=as_json)
+        show_run_folder(find_run(run_id, data_dir, by_model=False), as_json=as_json)
     except NotFoundError as error:
         _show_model(run_id, data_dir, no_run=error, as_json=as_json)
     except MintError as error:
@@ -170,7 +171,7 @@ def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, 
         fail(no_run, as_json=as_json)
     except MintError as error:
         fail(error, as_json=as_json)
-    made_by = find_run_of_model(model.training_run_id, data_dir)
+    made_by = run_of_model(model.training_run_id, data_dir)
     if as_json:
         print_json({**run_json(model), "run": made_by, "checkpoints": [checkpoint_json(one) for one in saved]})
         return
@@ -191,7 +192,7 @@ def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, 
 
 @checkpoints_app.command(name="list")
 def list_checkpoints(
-    run_id: Annotated[str | None, typer.Argument(help="those of this model; of all models if not given")] = None,
+    run_id: Annotated[str | None, typer.Argument(help="those of this model or run; all if not given")] = None,
     limit: Limit = 100,
     offset: Offset = 0,
     accessible: Accessible = False,
@@ -203,7 +204,7 @@ def list_checkpoints(
         if run_id is None:
             page = storage.checkpoints(_page_query(limit, offset, accessible))
         else:
-            page = storage.checkpoints_of(run_id)
+            page = _checkpoints_of(storage, run_id, data_dir)
         if as_json:
             cursor = None if page.cursor is None else record_json(page.cursor)
             print_json({"checkpoints": [checkpoint_json(one) for one in page.checkpoints], "cursor": cursor})
@@ -212,23 +213,34 @@ def list_checkpoints(
         print_checkpoints(page.checkpoints, total)
 
 
+def _checkpoints_of(storage: Storage, name: str, data_dir: Path | None) -> CheckpointsListResponse:
+    """The checkpoints of a model; or those of a run, of the model that its last process trained."""
+    try:
+        return storage.checkpoints_of(name)
+    except NotFoundError:
+        if ":" in name:  # the id of a model
+            raise
+    last = find_checkpoint(name, data_dir)
+    return storage.checkpoints_of(last.partition("://")[2].partition("/")[0])
+
+
 @checkpoints_app.command(name="show")
 def show_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """One checkpoint."""
     with _storage(data_dir, as_json) as storage:
-        print_checkpoint(storage.checkpoint(path), as_json)
+        print_checkpoint(storage.checkpoint(find_checkpoint(path, data_dir)), as_json)
 
 
 @checkpoints_app.command(name="delete")
 def delete_checkpoints(
-    paths: Annotated[list[str], typer.Argument(help="mint://MODEL_ID/weights/NAME or ckpt_… ids")],
+    paths: Annotated[list[str], typer.Argument(help=f"{CHECKPOINT_HELP}; one or more")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Deletes checkpoints for good. Samplers and models that have loaded them continue."""
     with _storage(data_dir, as_json) as storage:
-        chosen = [storage.checkpoint(path) for path in paths]
+        chosen = [storage.checkpoint(find_checkpoint(path, data_dir)) for path in paths]
         if not yes:
             for one in chosen:
                 typer.echo(f"  {paragraph(one.tinker_path)} ({decimal(one.size_bytes or 0)})", err=True)
@@ -245,6 +257,7 @@ def delete_checkpoints(
 def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Lets everyone who knows its path read it."""
     with _storage(data_dir, as_json) as storage:
+        path = find_checkpoint(path, data_dir)
         storage.publish(path, public=True)
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -253,6 +266,7 @@ def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_js
 def unpublish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Makes it private: only its owner can read it."""
     with _storage(data_dir, as_json) as storage:
+        path = find_checkpoint(path, data_dir)
         storage.publish(path, public=False)
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -266,6 +280,7 @@ def set_ttl(
 ) -> None:
     """Sets when a checkpoint expires, counted from now."""
     with _storage(data_dir, as_json) as storage:
+        path = find_checkpoint(path, data_dir)
         storage.set_ttl(path, _seconds(seconds))
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -281,8 +296,9 @@ def copy_checkpoint(
     """Copies your own or a published checkpoint into a new run of yours."""
     from mint.types.records import CopyWeightsRequest  # deferred: loads numpy and pydantic
 
-    request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl)
     with _storage(data_dir, as_json) as storage:
+        source = find_checkpoint(path, data_dir)
+        request = CopyWeightsRequest(source_path=source, destination_project_id=project, ttl_seconds=ttl)
         print_checkpoint(storage.checkpoint(storage.copy(request)), as_json)
 
 
@@ -295,7 +311,7 @@ def download_checkpoint(
 ) -> None:
     """Writes a checkpoint as a .tar.gz of a PEFT folder."""
     with _storage(data_dir, as_json) as storage:
-        written = storage.download(path, output)
+        written = storage.download(find_checkpoint(path, data_dir), output)
         if as_json:
             print_json({"output": str(written), "size_bytes": written.stat().st_size})
         else:
