@@ -50,6 +50,25 @@ def test_an_unknown_name_lists_what_there_is_and_how_to_add() -> None:
     assert all(part in text for part in ("acme/nothing", "mint/tiny", "Qwen/Qwen3-0.6B", "MINT_MODELS=name=path"))
 
 
+def test_an_alias_of_a_path_that_is_not_there_names_the_path() -> None:
+    with pytest.raises(
+        UnknownBaseModelError, match="base_model = my/model: stands for /nope, which does not exist"
+    ) as caught:
+        resolve("my/model", {"my/model": "/nope"})
+    assert "Did you mean" not in str(caught.value) and "mint models pull" not in str(caught.value)
+
+
+def test_an_alias_of_a_model_of_the_hub_names_that_model() -> None:
+    with pytest.raises(UnknownBaseModelError, match=r"stands for acme/nothing.*mint models pull acme/nothing"):
+        resolve("my/model", {"my/model": "acme/nothing"})
+
+
+def test_a_file_that_is_no_gguf_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(UnknownBaseModelError, match=r"is neither a folder nor a \.gguf file"):
+        resolve(str(tmp_path / "model.bin"), {})
+
+
 @pytest.mark.parametrize("name", ["", "no such thing", "../nowhere", "a/b/c", "x" * 500, "a\0b"])
 def test_odd_names_are_unknown_names(name: str) -> None:
     with pytest.raises(UnknownBaseModelError):

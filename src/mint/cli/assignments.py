@@ -20,9 +20,10 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     written out.
 
     Raises:
-        InvalidRequestError: an argument is not of the form key=value.
+        InvalidRequestError: an argument is not of the form key=value, or names a setting that another one names.
     """
     found: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for place, argument in enumerate(arguments):
         key, separator, text = argument.partition("=")
         if not separator or not key:
@@ -33,6 +34,11 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
                 remedy=f"Write for example {_guess(argument, arguments[place + 1 :])}",
             )
         name = SHORT_NAMES.get(key, key)
+        if name in given:
+            raise InvalidRequestError(
+                "is given twice", field=name, value=text, remedy=f"Leave out {given[name]} or {argument}"
+            )
+        given[name] = argument
         try:
             found[name] = json.loads(text)
         except ValueError:

@@ -51,6 +51,8 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
     )
     if folder is None:
         known = available(aliases)
+        if target != name or _is_path(target):
+            raise _not_there(name, target)
         similar = get_close_matches(name, known, n=1)
         raise UnknownBaseModelError(
             f"is not a known base model; available are {', '.join(known)}",
@@ -67,6 +69,28 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             remedy="Complete the folder, or name another one with MINT_MODELS=name=path",
         )
     return folder
+
+
+def _is_path(target: str) -> bool:
+    """Whether this can only be meant as a path, not as the name of a model."""
+    return target.startswith(("/", "~", "./", "../")) or target.endswith(".gguf")
+
+
+def _not_there(name: str, target: str) -> UnknownBaseModelError:
+    if not _is_path(target):
+        remedy = f"Download it with `mint models pull {target}`, or let MINT_MODELS name a folder or a .gguf file"
+        return UnknownBaseModelError(
+            f"stands for {target}, which is not on this machine", field="base_model", value=name, remedy=remedy
+        )
+    what = "does not exist" if target == name else f"stands for {target}, which does not exist"
+    try:
+        if Path(target).expanduser().exists():
+            what = what.replace("does not exist", "is neither a folder nor a .gguf file")
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, or `~` of an unknown user
+        pass
+    return UnknownBaseModelError(
+        what, field="base_model", value=name, remedy="Give the path of a Hugging Face folder or of a .gguf file"
+    )
 
 
 def _how_to_add(name: str) -> str:
