@@ -182,6 +182,18 @@ def test_a_name_that_is_no_run_is_told_as_such(home: Path, command: list[str], n
     assert answer.exit_code == 1 and f"run = {name or '(empty)'}: is not a run" in answer.stderr
 
 
+def test_the_diagnosis_of_a_failed_run_says_that_it_failed(home: Path, tmp_path: Path) -> None:
+    failed = tmp_path / "failed"
+    shutil.copytree(home / "runs" / "looked-at", failed)
+    process = json.loads((failed / "process.json").read_text())
+    (failed / "process.json").write_text(json.dumps({**process, "outcome": "failed", "error": "OSError: disk is full"}))
+    people = mint("diagnose", str(failed)).stdout
+    assert f"failed: It failed after step {STEPS}: OSError: disk is full" in people and "no findings" not in people
+    document = json.loads(mint("diagnose", str(failed), "--json").stdout)
+    assert (document["state"], document["error"]) == ("failed", "OSError: disk is full")
+    assert json.loads(mint("diagnose", "looked-at", "--json").stdout)["state"] == "finished"
+
+
 def test_a_run_is_named_by_the_model_that_it_trained(home: Path, log: RunLog) -> None:
     model = log.read("checkpoints.jsonl")[-1]["checkpoint"].split("/")[2]
     assert find_run(model, home) == home / "runs" / "looked-at"

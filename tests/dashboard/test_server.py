@@ -306,6 +306,16 @@ def test_a_damaged_run_hides_no_other_and_its_pages_name_the_file(tmp_path: Path
             assert client.get(f"{API}/runs/bad/{path}").status_code in (200, 400), path
 
 
+def test_the_pages_of_a_failed_run_say_that_it_failed(tmp_path: Path) -> None:
+    process = {"pid": 1, "host": "here", "began_at": 1.0, "ended_at": 2.0, "outcome": "failed"}
+    folder = write_run(tmp_path / "runs" / "failed", 1, planned=4)
+    (folder / "process.json").write_text(json.dumps({**process, "error": "OSError: disk is full"}))
+    with showing(tmp_path) as (_, client):
+        for page in ("diagnosis", "checkpoints"):
+            said = client.get(f"/runs/failed/{page}").text
+            assert "It failed after step 1: OSError: disk is full" in said and "Nothing was saved yet" not in said, page
+
+
 def test_further_folders_come_on_the_command_line_and_must_be_there(tmp_path: Path) -> None:
     write_run(tmp_path / "elsewhere" / "b", 1)
     with showing(tmp_path / "home", tmp_path / "elsewhere" / "b") as (server, client):

@@ -20,6 +20,7 @@ from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
 from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
+from mint.runs.terminal_text import one_line
 from mint.version import VERSION
 
 DeviceName = Literal["cpu", "cuda"]
@@ -93,18 +94,27 @@ def diagnose(
     """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
     from mint.rl.analysis.report import print_findings, print_token_counts
     from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
+    from mint.runs.reader import RunReader
 
     try:
         folder = find_run(run)
+        summary = RunReader(folder).summary()
         findings = diagnose_run(folder)
         ledger, items = run_token_counts(folder)
     except MintError as error:
         fail(error, as_json=as_json)
     people = Console(stderr=as_json)
-    print_findings(people, findings)
+    has_failed = summary.state in ("failed", "died")
+    if has_failed:
+        people.print(Text.assemble((summary.state, "red"), f": {one_line(summary.notice)}"), soft_wrap=True)
+    if findings or not has_failed:
+        print_findings(people, findings)
     print_token_counts(people, ledger, items)
     if as_json:
-        typer.echo(json.dumps({"findings": [finding.to_dict() for finding in findings], "ledger": asdict(ledger)}))
+        found = [finding.to_dict() for finding in findings]
+        typer.echo(
+            json.dumps({"state": summary.state, "error": summary.error, "findings": found, "ledger": asdict(ledger)})
+        )
 
 
 def bisect(
