@@ -109,6 +109,8 @@ USAGES = [
     ("export mint://nope/weights/x --output out", "data_dir = ", "Set MINT_HOME"),
     ("export latest --format foo --output out", "'foo'", "'peft', 'hf', 'gguf-ready'"),
     ("dashboard /nope", "/nope", "Name a run folder"),
+    ("dashboard --start-runs --task nope.py:X", "--task = nope.py:X: is not a file", "path.py:Class"),
+    ("dashboard --start-runs --task maths", "task = maths", "Did you mean math?"),
     ("dashboard --port 99999", "'99999'", "at most 65535"),
     ("rollouts nope", "run = nope", "`mint runs list`"),
     ("rollouts nope --step x", "'x'", "a whole number"),
@@ -155,3 +157,9 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     assert value in said, said
     assert remedy in said, said
     assert not list(tmp_path.glob("home/runs/*")), "a refused command leaves no run"
+
+
+def test_a_setting_that_is_not_similar_is_not_suggested() -> None:
+    answer = CliRunner().invoke(app, ["train", "sft", "task=math", "steps=3"])
+    assert answer.exit_code == 1 and "steps" in answer.stderr
+    assert "did you mean" not in answer.stderr, answer.stderr

@@ -205,7 +205,11 @@ def test_a_source_that_names_no_recipe_is_not_resumed(source: dict[str, Any], tm
         commands(tmp_path).resume(folder)
 
 
-def test_a_refusal_has_the_command_to_run_by_hand_and_the_operator_may_name_the_task(tmp_path: Path) -> None:
+def test_a_refusal_has_the_command_to_run_by_hand_and_the_operator_may_name_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("")
     spec = {"task": "own.py:Own", "seed": 0, "options": {}}
     folder = write_config(tmp_path / "run", task_spec=spec)
     with pytest.raises(InvalidRequestError) as refused:
@@ -295,6 +299,19 @@ def test_a_command_that_fails_says_why(home: Path, client: httpx.Client) -> None
     found = ended(client, answer.json()["launch"]["launch"])
     assert found["state"] == "failed" and "UnknownBaseModelError: base_model = nobody/knows" in found["told"]
     assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"task": "math", "settings": {"stps": 3}}, "Did you mean steps?"),
+        ({"task": "maths", "settings": {}}, "Did you mean math?"),
+        ({"task": "", "settings": {}}, "Choose "),
+    ],
+)
+def test_a_mistyped_word_is_told_with_the_right_one(body: dict[str, Any], remedy: str, client: httpx.Client) -> None:
+    answer = client.post(f"{API}/launches", json=body)
+    assert answer.status_code == 400 and answer.json()["remedy"].startswith(remedy), answer.text
 
 
 @pytest.mark.parametrize("what", ["a task file", "no sandbox", "weights of a folder"])

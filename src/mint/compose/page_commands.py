@@ -11,6 +11,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mint.models.registry import available
 from mint.recipes.distill import DistillConfig
 from mint.recipes.dpo import DPOConfig
 from mint.recipes.sft import SFTConfig
-from mint.recipes.task_registry import RECIPES
+from mint.recipes.task_registry import RECIPES, unknown_task
 from mint.rl import RLConfig
 from mint.rl.objective import is_recorded_function
 from mint.rl.run_config import RunConfig
@@ -51,7 +52,18 @@ class RunCommands:
     """Makes the command lines of pages; implements `mint.dashboard.jobs.launches.PageCommands`."""
 
     def __init__(self, settings: Settings, data_dir: Path, *, tasks: Sequence[str] = ()) -> None:
-        """`tasks` are those that the operator lets pages run, besides mint's: `path.py:Class`, `file:PATH`, …."""
+        """`tasks` are those that the operator lets pages run, besides mint's: `path.py:Class`, `file:PATH`, ….
+
+        Raises:
+            InvalidRequestError: one of them is not a task, or its file is not there.
+        """
+        for task in tasks:
+            source, _, rest = task.partition(":")
+            if source.endswith(".py") and not Path(source).is_file():
+                remedy = "Name a file that is there: path.py:Class"
+                raise InvalidRequestError("is not a file", field="--task", value=task, remedy=remedy)
+            if not rest and task not in RECIPES:
+                raise unknown_task(task)
         self._settings = settings
         self._runs = data_dir / "runs"
         self._tasks = tuple(tasks)
@@ -74,6 +86,14 @@ class RunCommands:
         words = ["train", recipe, *_words({"task": task, **settings})]
         unknown = [name for name in settings if name not in config.model_fields]
         if unknown:
+            similar = get_close_matches(unknown[0], config.model_fields, n=1)
+            if similar:
+                raise InvalidRequestError(
+                    f"is not a setting of {config.__name__}",
+                    field=unknown[0],
+                    value=settings[unknown[0]],
+                    remedy=f"Did you mean {similar[0]}?",
+                )
             raise _refusal(unknown[0], settings[unknown[0]], f"is not a setting of {config.__name__}", words)
         chosen = [name for name in settings if name in BY_THE_COMMAND]
         if chosen:
@@ -170,7 +190,12 @@ class RunCommands:
         is_generated = source in GENERATED and _NAME.fullmatch(rest) is not None
         if task in RECIPES or task in self._tasks or is_generated:
             return
-        raise _refusal("task", task or "(missing)", "is not a task that these pages may run", words, task=task)
+        if not task:
+            remedy = f"Choose {', '.join([*self._tasks, *RECIPES])}"
+            raise InvalidRequestError("is missing", field="task", value="(missing)", remedy=remedy)
+        if not rest:
+            raise unknown_task(task)
+        raise _refusal("task", task, "is not a task that these pages may run", words, task=task)
 
     def _require_options(
         self, options: Mapping[str, Any], words: Sequence[str], *, settings: type[RunConfig] = RLConfig

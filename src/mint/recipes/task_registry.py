@@ -138,7 +138,7 @@ def suggestion_of_settings(options: Iterable[str], settings: Iterable[str]) -> G
     try:
         yield
     except InvalidRequestError as error:
-        similar = [name for option in options for name in get_close_matches(option, list(settings), n=1, cutoff=0.75)]
+        similar = [name for option in options for name in get_close_matches(option, list(settings), n=1, cutoff=0.78)]
         if similar:
             error.remedy = f"{error.remedy}. Among the settings of a run, did you mean {similar[0]}?"
         raise
@@ -170,7 +170,7 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
             adapter = as_task(_construct(make, name, (), given))
         own = getattr(module, "DEMO", None)
         return _choice(adapter, own if isinstance(own, RLConfig) else RLConfig.from_env(), seed)
-    raise _unknown(name)
+    raise unknown_task(name)
 
 
 def _choice(adapter: Task, config: RLConfig, seed: int) -> TaskChoice:
@@ -200,7 +200,7 @@ def _user_module(source: str, name: str) -> ModuleType:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise _unknown(name)
+        raise unknown_task(name)
     try:
         return importlib.import_module(source)
     except MissingExtraError:
@@ -295,7 +295,8 @@ def _errors_of_user_class(module: ModuleType, cls: str, name: str) -> Generator[
         ) from error
 
 
-def _unknown(name: str) -> InvalidRequestError:
+def unknown_task(name: str) -> InvalidRequestError:
+    """The error for a name that is no task: it has a similar name, and the choices."""
     similar = get_close_matches(name, RECIPES, n=1)
     guess = f"Did you mean {similar[0]}? " if similar else ""
     return InvalidRequestError("is not a task", field="task", value=name, remedy=f"{guess}Choose {CHOICES}")
