@@ -90,6 +90,20 @@ def test_a_run_that_is_resumed_where_there_is_none_says_that_it_starts(
     assert "run holds no run yet: the run starts at step 1" in caplog.text
 
 
+def test_a_run_is_not_resumed_in_another_folder_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    meant = tmp_path / "home" / "runs" / "first"
+    config = RLConfig(base_model="mint/tiny", steps=0, heldout_size=0, print_progress=False, run_dir=meant)
+    adapter = MathAdapter(seed=0, train_size=8)
+    run_grpo(adapter, config)
+    with pytest.raises(InvalidRequestError, match=rf"run_dir = first: holds no run to resume.* is {meant}"):
+        run_grpo(adapter, config.changed(run_dir=Path("first")), resume=True)
+    assert not (tmp_path / "first").exists()
+
+
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
     """The rights that new files do not get."""

@@ -71,7 +71,7 @@ def open_run(
 
     Raises:
         InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
-            `resume` is True and `config.run_dir` is None.
+            `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in MINT_HOME.
         MissingExtraError: the package of a tracker is not installed.
         UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
             no folder is made.
@@ -84,6 +84,8 @@ def open_run(
             value="None",
             remedy="Name the folder of the run (--run-dir on the command line), or leave out resume",
         )
+    if resume and config.run_dir is not None and not is_run(config.run_dir):
+        _refuse_other_folder(config.run_dir)
     with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
         trainer = None
         if config.run_dir is None or not is_run(config.run_dir):
@@ -110,6 +112,19 @@ def open_run(
             if run.stopped_by is not None:
                 end.outcome = "stopped"
                 end.error = run.stopped_by
+
+
+def _refuse_other_folder(run_dir: Path) -> None:
+    """Refuses to start a run in the place of one that lies elsewhere: `run_dir` holds none, and its name is that of a
+    run in `MINT_HOME`."""
+    meant = read_settings().home_dir / "runs" / run_dir.name
+    if run_dir.name and is_run(meant):
+        raise InvalidRequestError(
+            "holds no run to resume",
+            field="run_dir",
+            value=str(run_dir),
+            remedy=f"The run of this name is {meant}: name that folder, or leave out resume to start a new run",
+        )
 
 
 class RunFrame:
