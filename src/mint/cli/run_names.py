@@ -17,7 +17,17 @@ from mint.errors import InvalidRequestError, MintError, NotFoundError
 LATEST = "latest"
 
 RUN_HELP = "a run folder, the name of a run or its beginning, its number in `mint runs list`, or latest"
-Run = Annotated[str, typer.Argument(help=RUN_HELP)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """The names of runs that begin so, newest first, for the completion of a shell."""
+    try:
+        return [name for name in [*newest_folders(), LATEST] if name.startswith(incomplete)]
+    except MintError:  # a variable of the environment that cannot be used: the command itself says so
+        return []
+
+
+Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=complete_run)]
 
 
 def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) -> Path:
