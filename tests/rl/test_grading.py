@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mint.errors import InvalidRequestError
 from mint.rl import Reward, RLAdapter, UnsupportedError
+from mint.rl.adapter import as_task
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.own_thread import run_in_own_thread
 from mint.rl.rollouts.grading import Grader, RewardError, checked_reward
@@ -90,3 +93,21 @@ def test_a_group_judge_that_fails_costs_its_group() -> None:
             raise RuntimeError("the judge is away")
 
     assert [grade.error for grade in grades({"a": 1.0, "b": 0.0}, Fails())] == ["RuntimeError: the judge is away"] * 2
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(1), np.bool_(True), torch.tensor(0.5)])
+def test_a_number_of_numpy_or_torch_is_a_reward(value: Any) -> None:
+    found = checked_reward(Graded(), value)
+    assert found.value == float(value) and type(found.value) is float
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward_range", (1, 0)), ("reward_range", (math.nan, 1)), ("reward_range", (0, 0)), ("reward_range", (0,)),
+     ("reward_range", "01"), ("success_reward", math.nan)],
+)  # fmt: skip
+def test_rewards_that_no_rollout_can_have_are_refused_when_a_run_begins(name: str, value: Any) -> None:
+    task = Graded()
+    setattr(task, name, value)
+    with pytest.raises(InvalidRequestError, match=rf"Graded\.{name} = "):
+        as_task(task)

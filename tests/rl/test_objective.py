@@ -200,10 +200,30 @@ def test_a_run_with_functions_is_resumed_only_with_functions_of_the_same_names(t
     result = run_grpo(ManyDigits(), config)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(row["custom/spread"] == pytest.approx(row["reward/max"] - row["reward/min"]) for row in rows)
-    with pytest.raises(InvalidRequestError, match=r"another advantage.*advantage = function ranks, not center"):
+    with pytest.raises(InvalidRequestError, match=r"another value of `advantage`: function ranks, not center"):
         run_grpo(ManyDigits(), config.changed(advantage="center"), resume=True)
     with pytest.raises(InvalidRequestError, match=r"function ranks, not function nan"):
         run_grpo(ManyDigits(), config.changed(advantage=nan), resume=True)
     assert run_grpo(ManyDigits(), config, resume=True).state_digest == result.state_digest
     with open_task_of_run(tmp_path, "sums") as choice:
         assert (choice.config.advantage, choice.config.max_tokens) == ("center", 6)
+
+
+def undecided(group: Group) -> None:
+    """As a filter whose author forgot to return something."""
+
+
+def nothing(rollout: Rollout, advantage: float) -> float:
+    return 0.0
+
+
+def test_a_filter_that_decides_nothing_is_refused_by_name() -> None:
+    config = SMALL.changed(group_filter=undecided)
+    with pytest.raises(InvalidRequestError, match=r"RLConfig.group_filter = undecided: returned None"):
+        passes_filter(group(0.0, 1.0), config)
+
+
+def test_a_weighting_that_leaves_nothing_takes_no_step() -> None:
+    result = run_grpo(ManyDigits(), SMALL.changed(loss_weighting=nothing))
+    steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["datums"] for step in steps] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -133,12 +134,14 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
     """The adapter as a task; an object that only has the methods of an `RLAdapter` is wrapped.
 
     Raises:
-        InvalidRequestError: a method is missing, or has its old name `sample_key`.
+        InvalidRequestError: a method is missing, or has its old name `sample_key`; `reward_range` or
+            `success_reward` is not what it must be.
     """
     if hasattr(adapter, "sample_key"):  # ignored, it would let held-out items into the training set
         raise InvalidRequestError(
             "has the old name of item_key", field="adapter.sample_key", value=type(adapter).__name__, remedy="Rename it"
         )
+    _check_reward_range(adapter)
     if isinstance(adapter, RLAdapter | MessageEnvAdapter):
         return adapter
     missing = missing_methods(adapter)
@@ -150,6 +153,30 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
             remedy="Derive it from mint.rl.RLAdapter or mint.rl.MessageEnvAdapter",
         )
     return _WrappedAdapter(adapter)
+
+
+def _check_reward_range(adapter: Any) -> None:
+    declared, success = getattr(adapter, "reward_range", None), getattr(adapter, "success_reward", 1.0)
+    name = type(adapter).__name__
+    if declared is not None:
+        try:
+            low, high = map(float, declared)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if isinstance(declared, str) or not low < high:
+            raise InvalidRequestError(
+                "is not a pair of numbers, the lower one first",
+                field=f"{name}.reward_range",
+                value=declared,
+                remedy="Declare (lowest, highest), or None without bounds",
+            )
+    if not math.isfinite(success):
+        raise InvalidRequestError(
+            "is a reward that no rollout can have",
+            field=f"{name}.success_reward",
+            value=success,
+            remedy="Set it to the reward from which an item counts as solved",
+        )
 
 
 def missing_methods(adapter: Any) -> list[str]:

@@ -50,6 +50,8 @@ def checked_reward(task: Task, returned: Any) -> Reward:
     """
     reward = returned if isinstance(returned, Reward) else None
     value: Any = returned if reward is None else reward.value
+    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+        value = value.item()
     grader = task_name(task)
     if not _is_finite(value):
         raise RewardError(

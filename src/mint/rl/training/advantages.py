@@ -20,7 +20,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 from mint.rl.config import AdvantageName, RLConfig
-from mint.rl.objective import AdvantageFunction, finite_numbers
+from mint.rl.objective import AdvantageFunction, finite_numbers, function_name
 from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
@@ -155,10 +155,22 @@ def has_unequal_rewards(group: Group, config: RLConfig) -> bool:
 
 
 def passes_filter(group: Group, config: RLConfig) -> bool:
-    """Whether `RLConfig.group_filter` keeps a group; it sees the rollouts that count."""
+    """Whether `RLConfig.group_filter` keeps a group; it sees the rollouts that count.
+
+    Raises:
+        InvalidRequestError: the filter returned something else than True or False.
+    """
     if config.group_filter is None:
         return True
-    return bool(config.group_filter(replace(group, rollouts=counted_rollouts(group, config))))
+    kept = config.group_filter(replace(group, rollouts=counted_rollouts(group, config)))
+    if not isinstance(kept, bool | np.bool_):
+        raise InvalidRequestError(
+            f"returned {str(kept)[:80]}",
+            field="RLConfig.group_filter",
+            value=function_name(config.group_filter),
+            remedy="Return True to train on the group, or False",
+        )
+    return bool(kept)
 
 
 def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[RolloutAdvantage]:

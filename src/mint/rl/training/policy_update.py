@@ -71,7 +71,7 @@ class PolicyTrainer:
         """Takes the optimizer steps of one batch.
 
         A group without an advantage is left out, unless there is a KL penalty or an entropy bonus, which need no
-        advantage; so is one that `group_filter` refuses.
+        advantage; so is one that `group_filter` refuses. A rollout of weight 0 is left out, too.
         `on_policy`: the weights to train are those that sampled, so that sampler and trainer must agree on every
         logprob.
 
@@ -83,12 +83,14 @@ class PolicyTrainer:
         with_signal = {id(one.group) for one in counted if one.advantages_T.any()}
         refused = {id(group) for group in batch.groups if not passes_filter(group, self.config)}
         used = [one for one in counted if (all_train or id(one.group) in with_signal) and id(one.group) not in refused]
-        if not used:
+        weighted = [(one, weight) for one, weight in zip(used, loss_weights(used, self.config), strict=True) if weight]
+        if not weighted:
             return PolicyUpdate(counted)
+        used = [one for one, _ in weighted]
         advantages, metrics = self._token_advantages(used, batch.step)
         datums_of = [
             rollout_datums(one.rollout, advantages_T=advantages_T, weight=weight)
-            for one, advantages_T, weight in zip(used, advantages, loss_weights(used, self.config), strict=True)
+            for (one, weight), advantages_T in zip(weighted, advantages, strict=True)
         ]
         datums = [datum for of_rollout in datums_of for datum in of_rollout]
         prompt_lengths = [len(one.rollout.turns[0].prompt) for one, of in zip(used, datums_of, strict=True) for _ in of]
