@@ -9,7 +9,7 @@ from mint.engine.cuda.self_check import PathSource, check_paths
 
 
 def test_every_planted_fault_is_found_and_named_and_sound_paths_beside_it_are_let_be() -> None:
-    verdicts = check_paths(PathSource("planted_paths", "paths", list(PLANTS)), is_timed=True, deadline_s=20)
+    verdicts = check_paths(PathSource("planted_paths", "paths", list(PLANTS)), is_timed=True, deadline_s=10)
     faults = {verdict.name: verdict.fault for verdict in verdicts}
     assert list(faults) == ["sound before", *PLANTS, "sound after"]
     found = {name: faults[name] for name, (_, words) in PLANTS.items() if words in (faults[name] or "")}

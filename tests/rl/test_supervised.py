@@ -156,7 +156,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     config = SFTConfig(run_dir=tmp_path / "run", epochs=1)
     with mint.ServiceClient(data_dir=tmp_path / "service") as service:
         run_sft([Demonstration([5, 6], " 7")], [], config, service_client=service)
-        with pytest.raises(InvalidRequestError, match="another data"):
+        with pytest.raises(InvalidRequestError, match="another value of `data`"):
             run_sft([Demonstration([5, 6], " 8")], [], config, service_client=service, resume=True)
 
 
@@ -181,7 +181,7 @@ def test_a_run_is_not_resumed_with_another_teacher(tmp_path: Path) -> None:
         again = service.create_sampling_client(one.get_model_path())
         run_distill([[5, 6]], [], again, config, service_client=service, resume=True)
         for teacher in (other, service.create_sampling_client(base_model="mint/tiny")):
-            with pytest.raises(InvalidRequestError, match="another teacher"):
+            with pytest.raises(InvalidRequestError, match="another value of `teacher`"):
                 run_distill([[5, 6]], [], teacher, config, service_client=service, resume=True)
 
 
