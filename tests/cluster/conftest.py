@@ -1,4 +1,4 @@
-"""Processes that join gloo groups of any size, one after the other."""
+"""A small model, and processes that join gloo groups of any size, one after the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rank_work import run_rank
+from small_models import write_model
 
 from mint.config import prepare_ray
 
@@ -18,6 +19,14 @@ prepare_ray()  # before a test module imports ray
 PROCESSES = 3
 
 OnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model."""
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, "tied")
+    return path
 
 
 @pytest.fixture(scope="package")

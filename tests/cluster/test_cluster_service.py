@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_models import write_model
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
@@ -30,13 +29,6 @@ from mint.errors import InvalidRequestError, NotFoundError
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, "tied")
-    return path
 
 
 @pytest.fixture(scope="module")

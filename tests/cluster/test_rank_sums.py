@@ -10,20 +10,12 @@ import numpy as np
 import pytest
 import torch
 from rank_work import engine_with, join_of, total_of, train_on_ranks, train_steps, train_while
-from small_models import write_model
 
 from mint.engine.reductions.division import ALONE
 from mint.engine.reductions.gradient_sum import partial_sums, whole_sum
 
 OnRanks = Callable[..., list[Any]]
 WORLDS = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, "tied")
-    return path
 
 
 @pytest.mark.parametrize("world", WORLDS)

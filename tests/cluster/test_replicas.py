@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_data import LORA, job
-from small_models import write_model
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.slow
 
 VERSIONS = 3
 SILENCE_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, "tied")
-    return path
 
 
 @pytest.fixture(scope="module")

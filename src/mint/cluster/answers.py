@@ -1,4 +1,4 @@
-"""What a process of the cluster answers: a value, or an error in a form that every process can read."""
+"""The answer of a process of the cluster: a value, or an error in a form that every process can read."""
 
 from __future__ import annotations
 

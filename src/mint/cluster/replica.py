@@ -89,7 +89,7 @@ Order = LoadBase | LoadLora | DropLora | KeepVocabulary | AddJob | CancelJob
 
 @dataclass
 class News:
-    """What has happened since the last news.
+    """Tokens and results of a replica since it was last asked.
 
     `tokens` are (job, sample, token, logprob) in the order of drawing, of jobs with a listener; `results` are those of
     jobs that ended, `bases` what was loaded. With an `error` a step has failed, and all jobs are gone. `counters` and

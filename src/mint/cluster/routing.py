@@ -29,7 +29,7 @@ KNOWN_BLOCKS = 1 << 14
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job takes from its replica.
+    """The sequences, the lora and the prompt of a job.
 
     `lora` is the version of its weights (None: the base alone), with its size in bytes. `beginnings` has a key for each
     beginning of the prompt that ends with a block, the shortest first.
@@ -52,7 +52,7 @@ def beginnings(lora: str | None, scope: str, prompt: np.ndarray) -> tuple[int, .
 
 
 class ReplicaState:
-    """What a replica has: sequences, loras, and beginnings of prompts."""
+    """The sequences, the loras and the beginnings of prompts that one replica holds."""
 
     def __init__(self, lora_limit_bytes: int, *, known_blocks: int = KNOWN_BLOCKS) -> None:
         """Loras may take `lora_limit_bytes`. One that is larger is taken if it is the only one."""
@@ -65,7 +65,7 @@ class ReplicaState:
 
     @property
     def lora_bytes(self) -> int:
-        """What its loras take."""
+        """The memory of its loras."""
         return sum(list(self.loras.values()))  # a copy: another thread may ask
 
     def has_lora(self, needs: Needs) -> bool:

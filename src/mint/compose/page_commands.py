@@ -111,8 +111,9 @@ class RunCommands:
             InvalidRequestError: the folder does not say all that is needed, or asks for what pages may not run.
         """
         last = ["--run-dir", str(folder), "--resume"]
-        if isinstance(source := read_config(folder).get(DATA_SOURCE), dict):
-            return self._resume_supervised(folder, source, last)
+        described = read_config(folder)
+        if isinstance(source := described.get(DATA_SOURCE), dict):
+            return self._resume_supervised(folder, described, source, last)
         settings, words = self._of_run(folder, ["train", "rl"], last)
         functions = [name for name, value in settings.items() if is_recorded_function(value)]
         if functions:
@@ -134,12 +135,13 @@ class RunCommands:
         RLConfig.from_texts(settings)
         return words
 
-    def _resume_supervised(self, folder: Path, source: Mapping[str, Any], last: list[str]) -> list[str]:
+    def _resume_supervised(
+        self, folder: Path, described: Mapping[str, Any], source: Mapping[str, Any], last: list[str]
+    ) -> list[str]:
         recipe, arguments = str(source.get("recipe")), source.get("arguments")
         config = SUPERVISED.get(recipe)
         if config is None or not isinstance(arguments, dict):
             raise _no_source(folder)
-        described = read_config(folder)
         settings = {
             name: value
             for name, value in described.items()

@@ -41,7 +41,7 @@ NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER, INVARIANT)
 
 RANK = 16
 SLOTS = 3
-"""Of loras. The first tile of rows has the last one, the next has none, the third has the first one, and so on."""
+"""The lora of each tile of rows: the first tile has the last lora, the next has none, the third has the first lora."""
 
 ROWS = (1, 63, 65)
 SPLIT = SPLIT_PAGES * PAGE_POSITIONS
