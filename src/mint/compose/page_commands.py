@@ -19,9 +19,8 @@ from mint.config import Settings
 from mint.errors import InvalidRequestError, MintError
 from mint.models.hub import is_hub_name
 from mint.models.registry import available
-from mint.recipes.distill import DistillConfig
-from mint.recipes.dpo import DPOConfig
-from mint.recipes.sft import SFTConfig
+from mint.recipes.recipe_configs import CONFIGS
+from mint.recipes.supervised import SupervisedConfig
 from mint.recipes.task_registry import RECIPES, unknown_task
 from mint.rl import RLConfig
 from mint.rl.objective import is_recorded_function
@@ -30,11 +29,8 @@ from mint.runs.damage import read_config
 from mint.runs.log import DATA_SOURCE
 from mint.types.checkpoint_path import is_checkpoint_path
 
-CONFIGS: dict[str, type[RunConfig]] = {"rl": RLConfig, "sft": SFTConfig}
+STARTED = ("rl", "sft")
 """The recipes that a page may start."""
-
-SUPERVISED: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "distill": DistillConfig}
-"""The recipes whose runs say in `data_source` how their data is made."""
 
 GENERATED = ("reasoning_gym", "textarena", "ifeval")
 """Sources of tasks that read no file, ask no server and import no module that the name chooses."""
@@ -78,11 +74,11 @@ class RunCommands:
         Raises:
             InvalidRequestError: no such recipe or setting, a value out of range, or a task that pages may not run.
         """
-        config = CONFIGS.get(recipe)
-        if config is None:
+        if recipe not in STARTED:
             raise InvalidRequestError(
-                "is not started from a page", field="recipe", value=recipe, remedy=f"Choose {' or '.join(CONFIGS)}"
+                "is not started from a page", field="recipe", value=recipe, remedy=f"Choose {' or '.join(STARTED)}"
             )
+        config = CONFIGS[recipe]
         words = ["train", recipe, *_words({"task": task, **settings})]
         unknown = [name for name in settings if name not in config.model_fields]
         if unknown:
@@ -139,8 +135,8 @@ class RunCommands:
         self, folder: Path, described: Mapping[str, Any], source: Mapping[str, Any], last: list[str]
     ) -> list[str]:
         recipe, arguments = str(source.get("recipe")), source.get("arguments")
-        config = SUPERVISED.get(recipe)
-        if config is None or not isinstance(arguments, dict):
+        config = CONFIGS.get(recipe)
+        if config is None or not issubclass(config, SupervisedConfig) or not isinstance(arguments, dict):
             raise _no_source(folder)
         settings = {
             name: value

@@ -1,12 +1,12 @@
-"""The settings of a recipe with type, default and meaning, for `mint train RECIPE --help`. It reads the
-config's class; a meaning is the text below a field in its source."""
+"""The settings of a recipe with type, default and meaning, for `mint train RECIPE --help` and the completion of shells.
+It reads the config's class; a meaning is the text below a field in its source."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,23 +14,18 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mint.recipes.distill import DistillConfig
-from mint.recipes.dpo import DPOConfig
-from mint.recipes.sft import SFTConfig
-from mint.rl import RLConfig
-
-CONFIGS: dict[str, type[BaseModel]] = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "distill": DistillConfig}
-"""Recipe → the class of its settings."""
+from mint.recipes.recipe_configs import CONFIGS
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: `kind` is its type in words, `meaning` may be empty."""
+    """One setting: `kind` is its type in words; `choices` are its values if they are few names."""
 
     name: str
     kind: str
     default: str
     meaning: str
+    choices: tuple[str, ...]
 
 
 def read_settings_of(recipe: str) -> list[Setting]:
@@ -40,7 +35,8 @@ def read_settings_of(recipe: str) -> list[Setting]:
     settings = []
     for name, field in config.model_fields.items():
         if kind := _kind(field.annotation):
-            settings.append(Setting(name, kind, _default(field), meanings.get(name, "")))
+            choices = tuple(_choices(field.annotation))
+            settings.append(Setting(name, kind, _default(field), meanings.get(name, ""), choices))
     return settings
 
 
@@ -59,6 +55,16 @@ def _kind(annotation: Any) -> str:
         parts = [_kind(one) for one in get_args(annotation) if one is not Ellipsis]
         return f"{origin.__name__} of {', '.join(parts)}" if all(parts) else ""
     return "text" if annotation is str else getattr(annotation, "__name__", str(annotation)).lower()
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    if annotation is bool:
+        yield from ("true", "false")
+    elif get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    elif get_origin(annotation) in (Union, UnionType):
+        for one in get_args(annotation):
+            yield from _choices(one)
 
 
 def _default(field: FieldInfo) -> str:
