@@ -14,7 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
+from mint.cli.recipes.recipe_settings import read_settings_of
+from mint.cli.train import Recipe
 from mint.compose.installation import EXTRAS
+from mint.recipes.recipe_configs import CONFIGS
 from mint.version import VERSION
 
 ROWS = [{"prompt": f"Q: What is {a} + {b}?\nA:", "answer": str(a + b)} for a in range(12, 24) for b in range(30, 38)]
@@ -261,7 +264,18 @@ def test_what_cannot_work_is_one_sentence_that_helps(prompts: str) -> None:
         assert isinstance(told.exception, SystemExit) and part in " ".join(told.output.split()), told.output
 
 
-@pytest.mark.parametrize("recipe", ["rl", "sft", "dpo", "distill"])
+def test_the_recipes_of_the_command_are_those_that_have_settings() -> None:
+    assert [recipe.value for recipe in Recipe] == list(CONFIGS)
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_every_setting_of_a_recipe_has_a_type_a_default_and_a_meaning(recipe: str) -> None:
+    settings = read_settings_of(recipe)
+    assert {"rank", "learning_rate", "betas", "seed"} <= {setting.name for setting in settings}
+    assert [setting.name for setting in settings if not (setting.kind and setting.default and setting.meaning)] == []
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
 def test_the_help_of_a_recipe_lists_its_settings(recipe: str) -> None:
     answer = CliRunner().invoke(app, ["train", recipe, "--help"])
     assert answer.exit_code == 0, answer.output

@@ -163,12 +163,3 @@ def test_a_setting_that_is_not_similar_is_not_suggested() -> None:
     answer = CliRunner().invoke(app, ["train", "sft", "task=math", "steps=3"])
     assert answer.exit_code == 1 and "steps" in answer.stderr
     assert "did you mean" not in answer.stderr, answer.stderr
-
-
-def test_a_shell_completes_the_names_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINT_HOME", str(tmp_path))
-    for name in ("math-1", "chat-1"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "config.json").write_text("{}")
-    asked = {"_MINT_COMPLETE": "complete_bash", "COMP_WORDS": "mint diagnose ma", "COMP_CWORD": "2"}
-    assert CliRunner().invoke(app, [], prog_name="mint", env=asked).stdout.split() == ["math-1"]

@@ -8,9 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from mint.cli.setting_completion import complete_assignment
 from mint.errors import InvalidRequestError
 
-Assignments = Annotated[list[str] | None, typer.Argument(help="key=value: settings of the run, options of the task")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value: settings of the run, options of the task", autocompletion=complete_assignment),
+]
 
 SHORT_NAMES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
 

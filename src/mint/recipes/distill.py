@@ -44,8 +44,11 @@ class DistillConfig(SupervisedConfig):
     group_size: int = Field(4, ge=1, le=1024)
     """Completions per prompt."""
     steps: int = Field(20, ge=0)
+    """Training steps; each samples completions of one batch of prompts."""
     max_tokens: int = Field(16, ge=1)
+    """The most tokens of a completion."""
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """The sampling temperature of the student."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ class DPOConfig(SupervisedConfig):
 
     learning_rate: float = Field(5e-4, ge=0, allow_inf_nan=False)
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    """How strongly the policy is held to the reference, the weights at the start: β of the loss."""
     epochs: int = Field(1, ge=1)
+    """How often the pairs are trained on."""
 
 
 @dataclass(frozen=True)

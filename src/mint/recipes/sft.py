@@ -41,6 +41,7 @@ class SFTConfig(SupervisedConfig):
     learning_rate: float = Field(2e-3, ge=0, allow_inf_nan=False)
     lr_schedule: ScheduleName = "linear"
     epochs: int = Field(2, ge=1)
+    """How often the demonstrations are trained on."""
     max_tokens: int = Field(32, ge=1)
     """Tokens of a greedy reply, when accuracy is measured."""
 

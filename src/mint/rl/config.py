@@ -58,10 +58,13 @@ class RLConfig(RunConfig):
     batch_size: int = Field(8, ge=1, validation_alias=AliasChoices("batch_size", "groups_per_batch"))
     """Prompts per training step; `groups_per_batch` is the same."""
     max_tokens: int = Field(16, ge=1)
+    """The most tokens of a completion; of an episode, those of one turn."""
     temperature: float = Field(0.8, gt=0, allow_inf_nan=False)
+    """The sampling temperature of rollouts."""
     kl_penalty_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of KL(policy ‖ reference), taken as k1 inside the advantage (its exact gradient; see `kl_reference`)."""
     steps: int = Field(10, ge=0)
+    """Training steps; each samples one batch of rollouts and trains on it."""
 
     # The objective.
     loss_fn_config: dict[str, float] | None = None
@@ -100,7 +103,9 @@ class RLConfig(RunConfig):
     with the ratio of the rollout, which is 0 above `correction_high` (MIS). `geometric_mask`: 1, or 0 for a rollout
     whose mean ratio per token is outside the bounds. Costs one more forward."""
     correction_low: float = Field(0.5, ge=0, allow_inf_nan=False)
+    """The lower bound of the ratio, for `token_mask` and `geometric_mask`."""
     correction_high: float = Field(2.0, gt=0, allow_inf_nan=False)
+    """The upper bound of the ratio, for every `correction`."""
     optim_steps_per_batch: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts, each on a part of the groups; off-policy from the second on."""
     epochs_per_batch: int = Field(1, ge=1)
@@ -124,12 +129,15 @@ class RLConfig(RunConfig):
     temperature_end: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The temperature changes linearly from `temperature` to this; None keeps it."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Rollouts are sampled from the most likely tokens that together have this probability; 1 is off."""
     top_k: int = Field(-1, ge=-1)
+    """Rollouts are sampled from this many most likely tokens; -1 is off."""
     logprobs_mode: LogprobsMode = "raw"
     """Of the sampled tokens, as the loss gets them. `raw`: the policy's own, so that ratios are 1 on fresh weights at
     any temperature and `top_p`. `processed`: those of the distribution that was sampled from, so that ratios correct
     for temperature, `top_p` and `top_k`."""
     stop: list[str] | None = Field(None, strict=False)
+    """Texts that end a completion, in addition to the model's own end token."""
     stop_token_ids: list[int] | None = Field(None, strict=False)
     """In addition to the model's own end token."""
     dynamic_sampling: bool = False
@@ -141,6 +149,7 @@ class RLConfig(RunConfig):
     `penalize`: its reward loses `truncation_penalty`. `soft`: a rollout loses a share of `truncation_penalty` that
     grows linearly over the last `overlong_buffer` tokens before the limit (DAPO, arXiv 2503.14476)."""
     truncation_penalty: float = Field(0.5, ge=0, allow_inf_nan=False)
+    """What a rollout that a limit cut off loses, with `penalize`; the most that one loses, with `soft`."""
     overlong_buffer: int = Field(0, ge=0)
     """With `truncation="soft"`: the tokens before the limit in which the penalty grows."""
     chat_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -157,9 +166,13 @@ class RLConfig(RunConfig):
     """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires solved items and tests them
     again."""
     curriculum_low: float = Field(0.2, ge=0, le=1)
+    """The lowest success rate of the items that `curriculum` prefers."""
     curriculum_high: float = Field(0.8, ge=0, le=1)
+    """The highest success rate of the items that `curriculum` prefers."""
     curriculum_retire_at: float = Field(0.95, gt=0, le=1)
+    """The success rate at which an item is retired."""
     curriculum_retest_share: float = Field(0.05, ge=0, lt=1)
+    """The share of picks that test solved and retired items again."""
 
     # Grading and evaluation.
     grader_timeout_s: float = Field(30.0, gt=0)

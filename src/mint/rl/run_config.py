@@ -49,10 +49,15 @@ class RunConfig(BaseModel):
 
     # The weights.
     base_model: str = "Qwen/Qwen3-0.6B"
+    """A name of `mint models list`, the Hugging Face name of a model in the local cache, or a folder."""
     rank: int = Field(16, ge=1, le=256)
+    """The rank of the LoRA matrices; their product is scaled by 32 / rank."""
     train_mlp: bool = True
+    """Whether the MLP matrices have a LoRA."""
     train_attn: bool = True
+    """Whether the attention matrices have a LoRA."""
     train_unembed: bool = True
+    """Whether the unembedding has a LoRA."""
     init_from: str | None = None
     """A checkpoint (`mint://…`) to start from, for example that of an SFT run."""
     init_optimizer: bool = False
@@ -60,18 +65,25 @@ class RunConfig(BaseModel):
 
     # The optimizer.
     batch_size: int = Field(8, ge=1)
+    """Examples per training step."""
     learning_rate: float = Field(2e-5, ge=0, allow_inf_nan=False)
+    """Adam's step size. A LoRA wants about ten times that of full fine-tuning, and a small model more."""
     lr_schedule: ScheduleName = "constant"
     """`linear` and `cosine` fall from `learning_rate` towards 0 after the last step."""
     lr_warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate grows linearly from 0 to `learning_rate`."""
     betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
+    """Adam's decay rates of its means of gradients and of squared gradients."""
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    """Added to the denominator of Adam's update."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Adam's decoupled weight decay (AdamW); 0 is off."""
     grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Global norm; 0 is off."""
 
     # The run.
     seed: int = Field(0, ge=0)
+    """Of the new LoRA's weights, the order of the data, and sampling: the same seed gives the same run."""
     run_dir: Path | None = Field(None, strict=False)
     """None makes a new folder under `MINT_HOME/runs`."""
     save_every: int = Field(10, ge=1)
