@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from http_server import http_app
+from typer.testing import CliRunner
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
@@ -22,6 +23,7 @@ from clusters import cluster, torch_engine
 
 import mint
 from mint import types
+from mint.cli.main import app as cli
 from mint.cluster.engine import ClusterEngine
 from mint.compose.embedded import open_embedded
 from mint.engine.protocol import Engine
@@ -83,7 +85,9 @@ def run(data_dir: Path, engine: Engine, how: signal.Signals | None = None) -> li
             for step in range(STEPS):
                 seen += [one_step(client, url, step, engine, how if step == DISTURBED else None)]
             if isinstance(engine, ClusterEngine):
-                assert len(httpx.get(f"{url}/readyz").json()["cluster"]["replicas"]) >= 1
+                told = CliRunner().invoke(cli, ["status", "--url", url])
+                assert told.exit_code == 0 and "2 of 2 train" in told.stdout, told.output
+                assert all(f"process {process}" in told.stdout for process in engine.replica_processes)
     finally:
         running.release()
     return seen

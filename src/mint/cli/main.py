@@ -11,6 +11,7 @@ from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
 from mint.cli.chaos import chaos
 from mint.cli.recover import recover
+from mint.cli.status import status
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail
 from mint.errors import MintError, MissingExtraError
@@ -62,6 +63,7 @@ app = typer.Typer(
 app.command()(train.demo)
 app.command(cls=train.TrainCommand)(train.train)
 app.command()(serve.serve)
+app.command()(status)
 app.command()(recover)
 app.add_typer(serve.keys_app, name="keys")
 app.add_typer(storage.models_app, name="models")

@@ -89,9 +89,10 @@ class ClusterEngine:
 
     @property
     def cluster_state(self) -> dict[str, Any]:
-        """The number of `trainers`, how many of them are `running` (none before the first model), and how often ranks
-        were `lost`; with replicas, also what `Replicas.state` has. Any thread may ask."""
-        own = {"trainers": self._trainers, "running": len(self.processes), "lost": self._losses}
+        """The number of `trainers`, how many of them are `running` (none before the first model), how often some were
+        `lost`, and the processes of the `ranks`; with replicas, also what `Replicas.state` has. Any thread may ask."""
+        ranks = self.processes
+        own = {"trainers": self._trainers, "running": len(ranks), "lost": self._losses, "ranks": ranks}
         return own | self._sampling.state
 
     @property

@@ -97,19 +97,21 @@ function showTenants(tenants) {
 
 /** All counters of the engine since its start, in groups. */
 function showEngine({ tokens, busy_s, sampling, kv_pages, cluster }) {
-  const { replicas = [], ...processes } = cluster ?? {};
+  const { ranks = [], replicas = [], ...processes } = cluster ?? {};
   const groups = [
     ["Tokens since the start", Object.entries(tokens).map(([name, value]) => [name, compact(value)])],
     ["Time in the engine", Object.entries(busy_s).sort(([, a], [, b]) => b - a).map(([name, value]) => [words(name), duration(value)])],
     ["Sampling", [...cacheShare(sampling), ...counters(sampling)]],
     ["Pages of the cache", counters(kv_pages)],
-    ["Processes", [...counters(processes), ...replicas.map(replicaRow)]],
+    ["Processes", [...counters(processes), ...ranks.map(rankRow), ...replicas.map(replicaRow)]],
   ];
   find("#engine tbody").replaceChildren(...groups.filter(([, rows]) => rows.length).flatMap(([title, rows]) => [
     el("tr", { class: "group" }, el("th", { scope: "colgroup", colspan: 2 }, title)),
     ...rows.map(([name, text]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "num" }, text))),
   ]));
 }
+
+const rankRow = (process) => [`rank, process ${process}`, "trains"];
 
 /** What one replica has: its queue, and the loras in its memory. */
 const replicaRow = ({ process, jobs, sequences, loras, lora_bytes }) =>

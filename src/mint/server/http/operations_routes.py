@@ -19,8 +19,8 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Health(BaseModel):
     """`status` is ok or not ready; `problems` say why. `warnings` are what an operator should see to; work goes on.
 
-    `cluster` says how many `trainers` there are, how many of them are `running`, and how often they were `lost`; with
-    `samplers`, also how many are `sampling`, how often one was lost, and what each has.
+    `cluster` says how many `trainers` there are, how many of them are `running`, how often they were `lost`, and the
+    processes of the `ranks`; with `samplers`, also how many are `sampling`, how often one was lost, and what each has.
     """
 
     status: str

@@ -1,0 +1,60 @@
+"""`mint status` says what a server says about itself, and its exit status whether the server is ready."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ports import free_port
+from typer.testing import CliRunner
+
+from mint.cli.main import app
+from mint.engine.fake_engine import FakeEngine
+from tests.server.server_harness import running
+
+REPLICA = {"process": 44, "jobs": 3, "sequences": 12, "loras": 2, "lora_bytes": 3 << 20}
+
+
+class OnCluster(FakeEngine):
+    """An engine with ranks and replicas."""
+
+    cluster_state = {  # noqa: RUF012
+        "trainers": 3, "running": 2, "lost": 1, "ranks": [41, 42], "samplers": 2, "sampling": 1, "samplers_lost": 5,
+        "versions": 7, "waiting": 4, "replicas": [REPLICA],
+    }  # fmt: skip
+
+
+def test_a_server_without_a_cluster_is_ready(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        shown = CliRunner().invoke(app, ["status", "--url", server.url])
+        assert shown.exit_code == 0 and "ready" in shown.stdout and "one process trains" in shown.stdout
+        document = json.loads(CliRunner().invoke(app, ["status", "--json"], env={"MINT_BASE_URL": server.url}).stdout)
+        assert document == {"url": server.url, "status": "ok"}
+
+
+def test_ranks_and_replicas_are_shown_with_what_they_have(tmp_path: Path) -> None:
+    with running(tmp_path, engine=OnCluster()) as server:
+        text = " ".join(CliRunner().invoke(app, ["status", "--url", server.url]).stdout.split())
+    for part in (
+        "2 of 3 train (processes 41, 42), lost 1 times",
+        "1 of 2 sample, lost 5 times; 7 versions of weights; 4 requests wait",
+        "process 44 3 requests, 12 sequences, 2 LoRAs (3.0 MiB)",
+    ):
+        assert part in text
+
+
+def test_a_server_that_is_not_ready_gives_its_reason_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as server:
+        monkeypatch.setattr(type(server.service), "is_working", property(lambda _service: False))
+        shown = CliRunner().invoke(app, ["status", "--url", server.url])
+    assert shown.exit_code == 1 and "not ready" in shown.stdout and "the engine's thread has ended" in shown.stdout
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8500", "http://127.0.0.1:{port}"])
+def test_an_address_without_a_server_is_named_with_a_remedy(url: str) -> None:
+    shown = CliRunner().invoke(app, ["status", "--url", url.format(port=free_port())])
+    assert shown.exit_code == 1 and "127.0.0.1" in shown.stderr
+    assert "mint serve" in shown.stderr or "--url" in shown.stderr
