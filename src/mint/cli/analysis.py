@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mint.cli.assignments import Assignments, parse_assignments
+from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json

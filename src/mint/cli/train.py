@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from mint.cli.assignments import Assignments, parse_assignments
+from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.terminal import fail
 from mint.errors import MintError
 from mint.runs.interrupt import RunInterrupted
