@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mint.cli.recipes.assignments import Assignments, parse_assignments
+from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import Run, find_checkpoint, find_run
 from mint.cli.terminal import fail, print_pairs
 from mint.cli.train import Json
@@ -168,7 +169,7 @@ def doctor(
     from mint.rl.analysis.report import print_examination
 
     try:
-        with open_task(task, parse_assignments(assignments or [])) as choice:
+        with open_task(task, find_named_checkpoints(parse_assignments(assignments or []))) as choice:
             examination = examine(
                 choice.adapter, choice.config, prompts=prompts, samples=samples, seed=choice.config.seed
             )

@@ -100,6 +100,21 @@ def find_checkpoint(name: str, data_dir: Path | None = None) -> str:
     return saved[-1]["checkpoint"]
 
 
+def find_resumed(run_dir: Path) -> Path:
+    """The folder of the run that `--run-dir` names for a resume; `run_dir` itself if there is no such run yet.
+
+    Raises:
+        InvalidRequestError: it is the beginning of the names of several runs.
+    """
+    try:
+        return find_run(str(run_dir), by_model=False)
+    except NotFoundError:
+        return run_dir
+    except InvalidRequestError as error:
+        error.field = "--run-dir"
+        raise
+
+
 def newest_folders(data_dir: Path | None = None) -> dict[str, Path]:
     """The run folders of a data directory (None: `MINT_HOME`) by name, the one that was written last first."""
     from mint.dashboard.run_folders import RunFolders, stamp_of  # deferred: `mint --help` answers at once

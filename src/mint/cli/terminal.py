@@ -24,6 +24,11 @@ def fail(error: MintError, *, as_json: bool = False) -> NoReturn:
     raise typer.Exit(1) from error
 
 
+def say(text: str) -> None:
+    """Prints a sentence on standard error, for people. No line is broken."""
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
 def print_pairs(pairs: Sequence[tuple[str, Text]]) -> None:
     """Prints a name and a value per line. No line is broken, so that a path can be copied from it."""
     width = max((len(name) for name, _ in pairs), default=0) + 2

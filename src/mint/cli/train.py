@@ -15,7 +15,9 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from mint.cli.recipes.assignments import Assignments, parse_assignments
-from mint.cli.terminal import fail
+from mint.cli.recipes.named_checkpoints import find_named_checkpoints
+from mint.cli.run_names import complete_run, find_resumed
+from mint.cli.terminal import fail, say
 from mint.errors import MintError
 from mint.runs.interrupt import RunInterrupted
 
@@ -44,7 +46,12 @@ class Recipe(StrEnum):
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit")]
-RunDir = Annotated[Path | None, typer.Option(help="the run folder; a new one if not given")]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="the run folder; a new one if not given. With --resume: any name of a run", autocompletion=complete_run
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
 Yes = Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")]
 
@@ -90,7 +97,7 @@ def demo(
             task.value,
             steps=steps,
             seed=seed,
-            run_dir=run_dir,
+            run_dir=_run_folder(run_dir, resume=resume),
             resume=resume,
             console=Console(stderr=True),
             trackers=trackers or (),
@@ -124,10 +131,13 @@ def train(
 
     try:
         arguments = parse_assignments(assignments or [])
+        named = arguments.pop("run_dir", None) if run_dir is None else run_dir
+        folder = _run_folder(None if named is None else Path(str(named)), resume=resume)
+        arguments = find_named_checkpoints(arguments, folder if resume else None)
         if unsafe_sandbox:
             arguments["unsafe_sandbox"] = True
         report = train_recipe(
-            recipe.value, arguments, run_dir=run_dir, resume=resume, console=Console(stderr=True), yes=yes
+            recipe.value, arguments, run_dir=folder, resume=resume, console=Console(stderr=True), yes=yes
         )
     except MintError as error:
         fail(error, as_json=as_json)
@@ -135,6 +145,16 @@ def train(
         _end(interrupt)
     if as_json:
         typer.echo(json.dumps(report, default=str))
+
+
+def _run_folder(named: Path | None, *, resume: bool) -> Path | None:
+    """The run folder that `--run-dir` names. A resume takes any name of a run; it says which folder it goes on in."""
+    if named is None or not resume:
+        return named
+    folder = find_resumed(named)
+    if folder != named:
+        say(f"--run-dir {named} is {folder}")
+    return folder
 
 
 def _end(interrupt: RunInterrupted) -> NoReturn:
@@ -149,11 +169,14 @@ def _end(interrupt: RunInterrupted) -> NoReturn:
 def resume_command(arguments: Sequence[str], folder: Path) -> str:
     """The line for a shell that goes on with the run in `folder`, which `mint` began with these arguments. It begins
     with `cd` if they name a file as seen from here, and can then be run from any folder."""
-    command = ["mint", *arguments]
-    if not any(word.split("=")[0] == "--run-dir" for word in command):
-        command += ["--run-dir", str(folder)]
-    if "--resume" not in command:
-        command.append("--resume")
+    given = iter(arguments)
+    command = ["mint"]
+    for word in given:
+        if word == "--run-dir":
+            next(given, None)
+        elif word != "--resume" and not word.startswith(("--run-dir=", "run_dir=")):
+            command.append(word)
+    command += ["--run-dir", str(folder), "--resume"]  # not the words that were given: `latest` may be another run then
     place = f"cd {shlex.quote(str(Path.cwd()))} && " if any(map(_is_relative_path, command[1:])) else ""
     return f"{place}{shlex.join(command)}"
 

@@ -82,7 +82,8 @@ def open_run(
             "is needed to resume a run",
             field=f"{type(config).__name__}.run_dir",
             value="None",
-            remedy="Name the folder of the run (--run-dir on the command line), or leave out resume",
+            remedy="Name the folder of the run (on the command line --run-dir FOLDER, or --run-dir latest), or leave "
+            "out resume",
         )
     if resume and config.run_dir is not None and not is_run(config.run_dir):
         _refuse_other_folder(config.run_dir)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mint.cli.setting_completion import complete_assignment
+from mint.cli.recipes.setting_completion import complete_assignment
 from mint.errors import InvalidRequestError
 
 Assignments = Annotated[

@@ -1,0 +1,109 @@
+"""`mint train` takes the name of a run for its folder (`--run-dir … --resume`) and for its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mint.cli.main import app
+from mint.cli.train import resume_command
+
+SETTINGS = ("base_model=mint/tiny", "steps=1", "batch_size=2", "group_size=2", "max_tokens=4", "heldout_size=0")
+
+
+def mint(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def train(*arguments: str) -> dict[str, Any]:
+    answer = mint("train", "rl", "task=math", *SETTINGS, *arguments, "--json")
+    assert answer.exit_code == 0, answer.output
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _shared_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_HOME", str(home))
+
+
+@pytest.fixture(scope="module")
+def first(home: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINT_HOME", str(home))
+        return train("--run-dir", str(home / "runs" / "first"))
+
+
+def recorded(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())["init_from"]
+
+
+@pytest.mark.parametrize("name", ["latest", "first", "fir", "1"])
+def test_a_run_starts_from_the_last_checkpoint_of_a_run_that_is_named(
+    first: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    answer = mint("train", "rl", "task=math", *SETTINGS, f"init_from={name}", "--run-dir", str(tmp_path / "next"))
+    assert answer.exit_code == 0, answer.output
+    assert recorded(tmp_path / "next") == first["checkpoint"]
+    assert f"init_from={name} is {first['checkpoint']}" in answer.stderr
+
+
+def test_a_resume_keeps_the_checkpoint_that_a_name_meant(first: dict[str, Any], home: Path) -> None:
+    folder = home / "runs" / "second"
+    words = ("init_from=latest", "--run-dir", str(folder))
+    begun = train(*words)
+    assert recorded(folder) == first["checkpoint"]
+    assert train(*words, "--resume")["checkpoint"] == begun["checkpoint"]  # `latest` is the run itself by now
+    refused = mint("train", "rl", "task=math", *SETTINGS, "init_from=second", *words[1:], "--resume")
+    assert refused.exit_code == 1 and "init_from" in refused.stderr, refused.output
+
+
+@pytest.mark.parametrize("name", ["first", "firs"])
+def test_a_resume_takes_any_name_of_a_run(first: dict[str, Any], home: Path, name: str) -> None:
+    answer = mint("train", "rl", "task=math", *SETTINGS, "--run-dir", name, "--resume", "--json")
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout.splitlines()[-1])["checkpoint"] == first["checkpoint"]
+    assert f"--run-dir {name} is {home / 'runs' / 'first'}" in answer.stderr
+    assert not Path(name).exists()
+
+
+def test_a_resume_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path))
+    begun = train()
+    for words in (["--run-dir", "latest"], ["run_dir=latest"], ["--run-dir", "1"]):
+        assert train(*words, "--resume")["run_dir"] == begun["run_dir"]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rl", "task=math", "init_from=frist"], "init_from = frist: is not a run. Did you mean first?"),
+        (["rl", "task=math", "kl_reference=frist"], "kl_reference = frist: is not a run. Did you mean first?"),
+        (["sft", "task=math", "init_from=frist"], "init_from = frist: is not a run. Did you mean first?"),
+        (["distill", "task=math", "teacher=frist"], "teacher = frist"),
+    ],
+)
+def test_a_name_that_no_run_has_is_told_with_its_setting(first: dict[str, Any], words: list[str], said: str) -> None:
+    refused = mint("train", *words)
+    assert refused.exit_code == 1 and said in " ".join(refused.stderr.split()), refused.output
+
+
+def test_the_command_that_goes_on_names_the_folder_and_not_the_latest_run(tmp_path: Path) -> None:
+    words = ["train", "rl", "task=math"]
+    for given in (["--run-dir", "latest", "--resume"], ["--run-dir=latest"], ["run_dir=latest"]):
+        assert resume_command([*words, *given], tmp_path) == f"mint train rl task=math --run-dir {tmp_path} --resume"
+
+
+def test_the_reference_of_a_kl_penalty_may_be_a_run(first: dict[str, Any], tmp_path: Path) -> None:
+    train("kl_reference=first", "kl_penalty_coef=0.1", "--run-dir", str(tmp_path / "next"))
+    written = json.loads((tmp_path / "next" / "config.json").read_text())
+    assert written["kl_reference"] == first["checkpoint"]
