@@ -7,6 +7,7 @@ is one, graphs and Triton's kernels are tested, too.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -258,6 +259,32 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     monkeypatch.setattr(graphs, "_capture", True)
     assert torch.equal(graphs.hidden(inputs, 1, None), expected)
     assert "without CUDA graphs" in caplog.text and not graphs._capture
+
+
+@torch.inference_mode()
+def test_a_draw_that_cannot_be_captured_is_run_behind_the_graph_of_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
+    inputs = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0], [-1, -1, -1, -1], [0, 1, 2, 3]], dtype=torch.int32)
+    rules, loras = torch.full((4, 4), 0.5, dtype=torch.float64), [LoraRows(0, 4, None)]
+    expected = graphs.drawn(inputs, 1, None, loras, rules, is_restricted=True)
+    captured: list[str] = []
+
+    def capture(shape: _Shape) -> Any:
+        captured.append(shape.draws)
+        if shape.draws == "nothing":
+            return SimpleNamespace(replay=lambda: None), graphs._run(shape)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "_record", capture)
+    monkeypatch.setattr(graphs, "_capture", True)
+    for _ in range(2):
+        assert torch.equal(graphs.drawn(inputs, 1, None, loras, rules, is_restricted=True), expected)
+    assert captured == ["restricted", "nothing"]
+    assert "drawing outside of CUDA graphs" in caplog.text and graphs._capture
 
 
 def test_a_lora_is_copied_for_a_graph_only_when_it_has_changed(tmp_path: Path) -> None:

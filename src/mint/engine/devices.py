@@ -203,7 +203,9 @@ class Device:
         if self._invariant:
             from mint.engine.cuda.invariant_kernels import InvariantKernels  # imports Triton
 
-            return StepGraphs(decoder, cache, InvariantKernels(), capture=self._takes(CAPTURE))
+            return StepGraphs(
+                decoder, cache, InvariantKernels(), capture=self._takes(CAPTURE), draw_rows_at_once=self._draw_rows
+            )
         kernels = self._step_kernels() if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
 
@@ -229,8 +231,12 @@ class Device:
         """How tokens are drawn from the logits of these operations."""
         if isinstance(operations, NativeOperations):
             return NativeDraw(operations.kernels)
-        # torch chooses how it adds up rows by their number
-        return TorchDraw(operations, rows_at_once=1 if self._invariant else None)
+        return TorchDraw(operations, rows_at_once=self._draw_rows)
+
+    @property
+    def _draw_rows(self) -> int | None:
+        """Rows that are drawn together. Torch chooses how it adds up rows by their number."""
+        return 1 if self._invariant else None
 
 
 def _has_experts(config: DecoderConfig) -> bool:

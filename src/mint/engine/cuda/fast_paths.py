@@ -24,6 +24,7 @@ from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.operations import TrainingPasses
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.cuda.self_check import FastPath, PathSource
+from mint.engine.drawing.device_draw import RULES, draw_rows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.linear import DenseMatrix
@@ -42,6 +43,9 @@ NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER, INVARIANT)
 RANK = 16
 SLOTS = 3
 """The lora of each tile of rows: the first tile has the last lora, the next has none, the third has the first lora."""
+
+VOCABULARY = 4099
+"""Of the draw: no multiple of anything."""
 
 ROWS = (1, 63, 65)
 SPLIT = SPLIT_PAGES * PAGE_POSITIONS
@@ -388,39 +392,53 @@ def _attention_weights(shapes: Shapes, width: int) -> AttentionWeights:
 
 
 def _captured(shapes: Shapes) -> Iterator[FastPath]:
-    """A graph that is replayed on other contents of its inputs, as a step is."""
+    """A layer, and a draw, captured as a step is, and replayed on other contents of their inputs."""
     dtype = _dtype(shapes)
     weight = _random(shapes, 2 * shapes.inner, shapes.hidden, seed=1, dtype=dtype) / math.sqrt(shapes.hidden)
-    first, second = (_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 3))
 
     def layer(x: Tensor) -> Tensor:
         gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
 
-    held = first.clone()
+    batches = [_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 3)]
+    yield FastPath(CAPTURE, "two replays", *_replays(layer, batches), TOLERANCE[dtype])
+    rules = torch.ones(RULES, 64, dtype=torch.float64)
+    rules[0] = torch.rand(64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rules[2, ::2], rules[3, ::3] = 5, 0.8
+    placed = rules.to(shapes.device)
+    logits = [_random(shapes, 64, VOCABULARY, seed=seed) for seed in (5, 6)]
+    ways = _replays(lambda own: draw_rows(own, placed, is_restricted=True), logits)
+    yield FastPath(CAPTURE, "draw", *ways, tolerance=0)
+
+
+def _replays(
+    function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]
+) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
+    """`function` of each batch, by a graph and as it is."""
+    held = batches[0].clone()
 
     @cache
     def captured() -> tuple[torch.cuda.CUDAGraph, Tensor]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            layer(held)
+            function(held)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = layer(held)
+            out = function(held)
         return graph, out
 
     def replayed() -> list[Tensor]:
         graph, out = captured()
         found = []
-        for x in (first, second):
+        for x in batches:
             held.copy_(x)
             graph.replay()
             found.append(out.clone())
         return found
 
-    yield FastPath(CAPTURE, "two replays", replayed, lambda: [layer(first), layer(second)], TOLERANCE[dtype])
+    return replayed, lambda: [function(x) for x in batches]
 
 
 def _experts(shapes: Shapes) -> Iterator[FastPath]:

@@ -2,8 +2,13 @@
 
 The rows of a batch are one replay, padded to the size of a bucket, whatever loras they have: a row has the number of a
 slot that holds its lora (`cuda/lora_slots.py`). What differs from step to step is in buffers at fixed addresses:
-tokens, positions, slots, the pages of each row, the weights of loras. Graphs and buffers outlive batches. The logits
-are computed outside of the graph, because each graph would keep memory for them.
+tokens, positions, slots, the pages of each row, the weights of loras, how each row draws. Graphs and buffers outlive
+batches.
+
+A graph ends with hidden states, or with drawn tokens. In the second case the logits are intermediate results of the
+graph: all graphs of a pool share this memory. The tokens go into the inputs of the next replay on the device, so that
+the host starts a step before it has read the tokens of the last one (`Sampler` reads them one step later). Rows with
+logit rules, and those that asked for more than tokens and logprobs, need the logits: they are drawn outside.
 
 Bits of a row: between products every row is treated alone (`cuda/kernels.py`), so no other row and no padding changes a
 bit. The products are cuBLAS's, which chooses its order of addition by the shape. Their shape is the bucket's. As long
@@ -23,13 +28,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mint.engine.cuda.lora_slots import MAX_SLOTS, TILE_ROWS, LoraPart, LoraSlots, common_spec
+from mint.engine.cuda.readback import Readback
+from mint.engine.drawing.device_draw import RULES, DrawRules, draw_rows
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
@@ -159,6 +166,8 @@ class _Shape:
     rows: int
     splits: int
     kind: LoraSpec | None
+    draws: Literal["nothing", "plain", "restricted"] = "nothing"
+    """What follows the hidden states; top-k and top-p need a sort."""
 
 
 class StepGraphs:
@@ -172,8 +181,10 @@ class StepGraphs:
         *,
         capture: bool = True,
         buckets: tuple[int, ...] = BUCKETS,
+        draw_rows_at_once: int | None = None,
     ) -> None:
-        """Nothing captured yet. Without `capture` every step runs its layers anew, on any device."""
+        """Nothing captured yet. Without `capture` every step runs its layers anew, on any device. `draw_rows_at_once`
+        as `draw` takes them; None: as many as the operations say."""
         self.decoder = decoder
         self.cache = cache
         self.buckets = buckets
@@ -181,6 +192,9 @@ class StepGraphs:
         self._capture = capture
         self.columns = -(-decoder.config.max_position_embeddings // PAGE_POSITIONS)
         self._inputs = torch.zeros((FIRST_PAGE + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
+        self._rules = torch.ones((RULES, buckets[-1]), dtype=torch.float64, device=decoder.device)
+        self._draw_rows = draw_rows_at_once or decoder.operations.rows_in_cache(decoder.vocab_size)
+        self._draws_inside = True
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._slots: dict[LoraSpec, LoraSlots] = {}
@@ -198,7 +212,7 @@ class StepGraphs:
         if earlier is None:  # a step that goes on has the same weights
             for slots in self._slots.values():
                 slots.forget_uncounted()
-        return GraphStep(self, table, positions, loras)
+        return GraphStep(self, table, positions, loras, earlier)
 
     def place(self, kind: LoraSpec | None, loras: Sequence[LoraWeights]) -> list[int]:
         """The slots of these different loras, which are of this kind, for the next call of `hidden`."""
@@ -216,9 +230,31 @@ class StepGraphs:
     def hidden(self, inputs: Tensor, splits: int, kind: LoraSpec | None) -> Tensor:
         """Final hidden states [T, E] after `inputs` [3 + C, T] of a bucket's size, C of them filled; valid until the
         next call. The loras of this kind are in their slots."""
+        return self._replay(inputs, _Shape(inputs.shape[1], splits, kind))
+
+    def drawn(
+        self,
+        inputs: Tensor,
+        splits: int,
+        kind: LoraSpec | None,
+        loras: Sequence[LoraRows],
+        rules: Tensor,
+        *,
+        is_restricted: bool,
+    ) -> Tensor:
+        """Tokens, logprobs and normalisers [3, T] as `draw_rows` returns them, by the `rules` [4, T]; else as `hidden`.
+        `loras` of the columns are asked for the unembedding's."""
+        has_own_logits = any(run.weights is not None and run.weights.spec.train_unembed for run in loras)
+        if has_own_logits or not self._draws_inside:
+            logits = self.decoder.logits(self.hidden(inputs, splits, kind), loras)
+            return draw_rows(logits, rules, is_restricted=is_restricted, rows_at_once=self._draw_rows)
+        count = inputs.shape[1]
+        self._rules[:, :count].copy_(rules)
+        return self._replay(inputs, _Shape(count, splits, kind, "restricted" if is_restricted else "plain"))
+
+    def _replay(self, inputs: Tensor, shape: _Shape) -> Tensor:
         width, count = inputs.shape
         self._inputs[:width, :count].copy_(inputs)
-        shape = _Shape(count, splits, kind)
         if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
             self._drop_oldest()
         if not self._capture:
@@ -227,13 +263,21 @@ class StepGraphs:
             try:
                 self._captured[shape] = self._record(shape)
             except RuntimeError as error:  # also that memory ran out
-                log.warning("decoding without CUDA graphs from now on, because a step could not be captured: %s", error)
-                self._capture = False
-                self._captured.clear()
+                self._give_up(shape, error)
                 return self._run(shape)
-        graph, hidden = self._captured[shape] = self._captured.pop(shape)  # the last is the one used last
+        graph, found = self._captured[shape] = self._captured.pop(shape)  # the last is the one used last
         graph.replay()
-        return hidden
+        return found
+
+    def _give_up(self, shape: _Shape, error: RuntimeError) -> None:
+        """Captures no more draws, or nothing at all, because this shape could not be captured."""
+        if shape.draws != "nothing":
+            log.warning("drawing outside of CUDA graphs from now on, because a draw could not be captured: %s", error)
+            self._draws_inside = False
+            return
+        log.warning("decoding without CUDA graphs from now on, because a step could not be captured: %s", error)
+        self._capture = False
+        self._captured.clear()
 
     def _drop_oldest(self) -> None:
         """Throws away the graph that was not used for the longest time, and slots that no other graph reads."""
@@ -258,7 +302,12 @@ class StepGraphs:
             splits=shape.splits,
         )
         loras = None if shape.kind is None else self._slots[shape.kind]
-        return run_layers(decoder, self._kernels, cache, rows, loras)
+        hidden = run_layers(decoder, self._kernels, cache, rows, loras)
+        if shape.draws == "nothing":
+            return hidden
+        logits = decoder.logits(hidden, [LoraRows(0, shape.rows, None)])
+        rules = self._rules[:, : shape.rows]
+        return draw_rows(logits, rules, is_restricted=shape.draws == "restricted", rows_at_once=self._draw_rows)
 
     def _record(self, shape: _Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures a graph. A run on a side stream comes first, because what libraries set up at a first call must not
@@ -271,8 +320,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: the result of a graph is read before another graph is replayed.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._run(shape)
-        return graph, hidden
+            found = self._run(shape)
+        return graph, found
 
 
 @dataclass(frozen=True)
@@ -299,10 +348,28 @@ class _GraphRows:
         return self.start + len(self.places)
 
 
-class GraphStep:
-    """`DecodeStep` by graphs: one replay for the rows of the largest bucket and `MAX_SLOTS` loras."""
+@dataclass(frozen=True)
+class _DrawnParts:
+    """`PendingDraw` of a step's replays, each with the columns of its rows."""
 
-    def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
+    parts: list[tuple[Readback, np.ndarray]]
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found = np.concatenate([readback.wait()[:, places] for readback, places in self.parts], axis=1)
+        return found[0].astype(np.int64), found[1].astype(np.float32), found[2].astype(np.float32)
+
+
+class GraphStep:
+    """`DrawingStep` by graphs: one replay for the rows of the largest bucket and `MAX_SLOTS` loras."""
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        table: np.ndarray,
+        positions: np.ndarray,
+        loras: Sequence[LoraRows],
+        earlier: DecodeStep | None = None,
+    ) -> None:
         """See `DecodeSteps.open`."""
         self._graphs = graphs
         self._columns = positions // PAGE_POSITIONS
@@ -316,6 +383,8 @@ class GraphStep:
         for part in self._parts:
             inputs[FIRST_PAGE:, part.columns.start + part.places] = table[part.start : part.stop, :used].T
         self._inputs = upload(graphs.decoder.device, inputs)[0]
+        if isinstance(earlier, GraphStep):  # of the same rows, so its tokens are in the same columns
+            self._inputs[0].copy_(earlier._inputs[0])
 
     def _lay_out(self, runs: Sequence[LoraRows], width: int) -> _GraphRows:
         """Each run begins at a multiple of `TILE_ROWS`; the replay begins at the column `width` of the inputs."""
@@ -360,16 +429,37 @@ class GraphStep:
         graphs = self._graphs
         logits = []
         for part in self._parts:
-            slots = np.array([*graphs.place(part.kind, part.loras), -1])
-            own = np.zeros((FIRST_PAGE, len(part.numbers)), np.int32)
-            own[1], own[2] = -1, slots[part.numbers]
-            own[:2, part.places] = tokens[part.start : part.stop], positions[part.start : part.stop]
-            inputs = self._inputs[:, part.columns]
-            inputs[:FIRST_PAGE].copy_(upload(graphs.decoder.device, own)[0])
-            hidden = graphs.hidden(inputs, part.splits, part.kind)
+            hidden = graphs.hidden(self._filled(part, tokens, positions), part.splits, part.kind)
             found = graphs.decoder.logits(hidden, part.runs)
             logits.append(found[: len(part.places)] if part.taken is None else found.index_select(0, part.taken))
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def draw(self, tokens: np.ndarray | None, positions: np.ndarray, rules: DrawRules) -> _DrawnParts:
+        """See `DrawingStep`; two transfers to the device for each replay, and one back, which `wait` waits for."""
+        graphs = self._graphs
+        parts = []
+        for part in self._parts:
+            inputs = self._filled(part, tokens, positions)
+            own = np.ones((RULES, len(part.numbers)))
+            own[:, part.places] = rules.columns[:, part.start : part.stop]
+            uploaded = upload(graphs.decoder.device, own)[0]
+            found = graphs.drawn(inputs, part.splits, part.kind, part.runs, uploaded, is_restricted=rules.is_restricted)
+            inputs[0].copy_(found[0])
+            parts.append((Readback(found), part.places))
+        return _DrawnParts(parts)
+
+    def _filled(self, part: _GraphRows, tokens: np.ndarray | None, positions: np.ndarray) -> Tensor:
+        """The inputs of a replay, with the slots of its loras, which are there from then on."""
+        slots = np.array([*self._graphs.place(part.kind, part.loras), -1])
+        own = np.zeros((FIRST_PAGE, len(part.numbers)), np.int32)
+        own[1], own[2] = -1, slots[part.numbers]
+        own[1, part.places] = positions[part.start : part.stop]
+        if tokens is not None:
+            own[0, part.places] = tokens[part.start : part.stop]
+        first = 0 if tokens is not None else 1  # the tokens are there already
+        inputs = self._inputs[:, part.columns]
+        inputs[first:FIRST_PAGE].copy_(upload(self._graphs.decoder.device, own[first:])[0])
+        return inputs
 
 
 def cut_runs(loras: Sequence[LoraRows], most: int) -> list[list[LoraRows]]:

@@ -166,7 +166,7 @@ def choose(
         if not chosen.any():
             continue
         if kind == "plain" and weights is not None and chosen.all():
-            return _inverse_cdf(weights, _column(uniforms, logits.device)).squeeze(1)
+            return inverse_cdf(weights, _column(uniforms, logits.device)).squeeze(1)
         (rows,) = upload(logits.device, np.flatnonzero(chosen))
         own = logits if chosen.all() else logits[rows]
         if kind == "greedy":
@@ -176,7 +176,7 @@ def choose(
             _column(array[chosen], logits.device) for array in (uniforms, temperature, top_k, top_p)
         )
         tokens[rows] = (
-            _draw(own, draws, temperatures) if kind == "plain" else _draw_restricted(own, draws, temperatures, k, p)
+            _draw(own, draws, temperatures) if kind == "plain" else draw_restricted(own, draws, temperatures, k, p)
         )
     return tokens
 
@@ -204,17 +204,18 @@ def draw_many(logits: Tensor, uniforms: np.ndarray, temperature: float) -> Tenso
     if temperature < GREEDY_BELOW:
         return logits.argmax(1, keepdim=True).expand(-1, uniforms.shape[1])
     weights = (logits - logits.amax(1, keepdim=True)).div_(temperature).exp_()
-    return _inverse_cdf(weights, torch.from_numpy(uniforms).to(logits.device))
+    return inverse_cdf(weights, torch.from_numpy(uniforms).to(logits.device))
 
 
 def _draw(logits: Tensor, draws: Tensor, temperature: Tensor) -> Tensor:
     weights = (logits - logits.amax(1, keepdim=True)).div_(temperature.float()).exp_()
-    return _inverse_cdf(weights, draws).squeeze(1)
+    return inverse_cdf(weights, draws).squeeze(1)
 
 
-def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Tokens int64 [R] of those that top-k and top-p leave; `draws` and the rules are columns [R, 1]."""
     weights, ids = _restrict(logits, temperature, top_k, top_p)
-    return ids.gather(1, _inverse_cdf(weights, draws)).squeeze(1)
+    return ids.gather(1, inverse_cdf(weights, draws)).squeeze(1)
 
 
 def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +232,7 @@ def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
     return weights, ids
 
 
-def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
+def inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     """The tokens [R, K] whose stretch of the cumulated `weights` [R, V] holds `draws` [R, K]; never one of weight 0.
 
     Two levels: cumulating block sums and then one block costs a fraction of cumulating a large vocabulary.

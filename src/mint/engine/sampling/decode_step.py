@@ -9,12 +9,13 @@ Letters: R rows · C pages of a row · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.drawing.device_draw import DrawRules
 from mint.engine.lora import LoraRows
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import StateSpans
@@ -36,6 +37,24 @@ class DecodeStep(Protocol):
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Float32 logits [R, V] after `tokens` at `positions`, both int64 [R]; valid until the next run."""
+        ...
+
+
+class PendingDraw(Protocol):
+    """Tokens that a device is drawing."""
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, logprobs and normalisers [R] as `Draw` returns them, once they are there."""
+        ...
+
+
+@runtime_checkable
+class DrawingStep(DecodeStep, Protocol):
+    """A step that draws on the device, and goes on from its own tokens before the host has read them."""
+
+    def draw(self, tokens: np.ndarray | None, positions: np.ndarray, rules: DrawRules) -> PendingDraw:
+        """Draws the tokens after `tokens` at `positions`, both int64 [R], without a wait. None: after those that this
+        step, or the step that it took over from, has drawn last."""
         ...
 
 

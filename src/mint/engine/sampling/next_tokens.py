@@ -90,3 +90,10 @@ def next_tokens(draw: Draw, sequences: Sequences, slots: np.ndarray, rows: np.nd
         sequences.note_best(slots, rows, logits)
     ended = sequences.note(slots, tokens, logprobs, drawn_from if own["both"].any() else None)
     return NextTokens(tokens, logprobs, ended, finite, possible)
+
+
+def record_drawn(sequences: Sequences, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> NextTokens:
+    """Adds `tokens` int64 [N] that a device has drawn for `slots` [N], with their logprobs float32 [N], to `sequences`,
+    of which none has logit rules, or asked for anything else."""
+    ended = sequences.note(slots, tokens, logprobs)
+    return NextTokens(tokens, logprobs, ended, np.isfinite(logprobs), np.ones(len(slots), bool))

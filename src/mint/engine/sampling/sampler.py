@@ -9,7 +9,10 @@ there is room, a sequence goes on: its prompt and its tokens are computed like a
 not have them any more. A prompt's keys and values have the bits that decoding gave them, so nothing of the result
 depends on the size of the cache. How many sequences decode together is in `SamplingLimits`: further jobs wait, and a
 job with more samples runs once no other has rows (`admission` has the exception for scopes with less than their share).
-Knows nothing of requests, tenants or text.
+
+Where a step draws on the device, the next one is started before the tokens of the last one are read, so that the
+device does not wait for the host. So a stop is seen one step late: the token behind it is thrown away. Whatever changes
+the rows of the batch reads the pending tokens first. Knows nothing of requests, tenants or text.
 
 Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
@@ -25,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.drawing.device_draw import DrawRules
 from mint.engine.drawing.draw import Draw
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.memory.sampling_limits import SamplingLimits
@@ -34,9 +38,9 @@ from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListen
 from mint.engine.sampling.admission import WaitingJobs, fair_shares, may_begin
 from mint.engine.sampling.batch_job import stream_tokens
 from mint.engine.sampling.counted_slots import Lease
-from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
+from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps, DrawingStep, PendingDraw
 from mint.engine.sampling.kv_cache import KVCache
-from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
+from mint.engine.sampling.next_tokens import DIVERGED, NextTokens, next_tokens, record_drawn
 from mint.engine.sampling.paged_job import PagedJob, Prompt
 from mint.engine.sampling.prefill import PartStates, PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
@@ -96,6 +100,7 @@ class Sampler:
         self._order = np.zeros(0, np.int64)
         self._ended = False  # whether the order has ended rows
         self._step: DecodeStep | None = None
+        self._pending: PendingDraw | None = None  # one more token of each row that has not ended
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
 
@@ -281,6 +286,7 @@ class Sampler:
             prompt.loaded = -1
 
     def _drop_cancelled(self) -> None:
+        self._read_pending()
         for entry in self._cancelled:
             if not entry.closed:
                 self._close(entry, SampleResult([], error=CANCELLED))
@@ -324,6 +330,7 @@ class Sampler:
     def _make_room(self) -> None:
         """Frees pages for the next tokens: those of ended rows, or those of the latest sequence or prompt. A job fails
         whose sequence is alone, so that it has all pages."""
+        self._read_pending()
         count = len(self._order)
         self._compact_rows(now=True)
         if len(self._order) < count:
@@ -342,6 +349,7 @@ class Sampler:
         Raises:
             MemoryError: one sequence or prompt is alone; there may be more memory later.
         """
+        self._read_pending()
         self._interrupted = self._state_lease is not None
         self._compact_rows(now=True)
         count = len(self._order) + len(self._prefilling)
@@ -421,6 +429,8 @@ class Sampler:
         gone = int(ended.sum())
         # A new order means a new decode step, which costs more than a few idle rows.
         if gone and (now or self._waiting or gone >= 0.25 * len(ended)):
+            self._read_pending()
+            ended = self._sequences.of["ended"][self._order]
             self._remove(self._order[ended])
             self._set_order(self._order[~ended])
             self._ended = False
@@ -470,6 +480,7 @@ class Sampler:
     def _prefill(self, budget: int) -> None:
         """Computes up to `budget` prompt tokens, of each scope the earliest first; sequences go on from complete
         prompts."""
+        self._read_pending()
         wanted: Counter[str] = Counter()
         for prompt in self._prefilling:
             wanted[prompt.scope] += max(len(prompt.tokens) - prompt.done, LEAST_PREFILL)
@@ -611,8 +622,48 @@ class Sampler:
                 table, fronts, self._positions(), self._loras, earlier=self._step, states=states
             )
         slots = self._order
+        if isinstance(self._step, DrawingStep) and _draws_alone(sequences.of[slots]):
+            self._draw_ahead(self._step)
+            return
         logits = self._step.run(sequences.of["last"][slots], self._positions())
         self._collect(self._with_masks(np.flatnonzero(~sequences.of["ended"][slots])), slots, logits)
+
+    def _draw_ahead(self, step: DrawingStep) -> None:
+        """Starts a step, and reads the tokens of the one before it while the device computes."""
+        own, before = self._sequences.of[self._order], self._pending
+        tokens = own["last"] if before is None else None
+        emitted = own["emitted"] + self._unread()
+        self._pending = step.draw(tokens, self._positions(), DrawRules.of(own, emitted))
+        if before is not None:
+            self._record_drawn(before)
+        own = self._sequences.of[self._order]
+        if (own["ended"] | (own["emitted"] + 1 >= own["limit"])).all():  # there is no next step to start
+            self._read_pending()
+
+    def _unread(self) -> np.ndarray:
+        """How many tokens of each row are pending: 0 or 1."""
+        if self._pending is None:
+            return np.zeros(len(self._order), np.int64)
+        return (~self._sequences.of["ended"][self._order]).astype(np.int64)
+
+    def _read_pending(self) -> None:
+        """Waits for the pending tokens, if there are any, and records them."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._record_drawn(pending)
+
+    def _record_drawn(self, drawn: PendingDraw) -> None:
+        """Records the tokens of a step of the same rows, but not those behind the end of a sequence."""
+        tokens, logprobs, _ = drawn.wait()
+        rows = np.flatnonzero(~self._sequences.of["ended"][self._order])
+        if len(rows):
+            slots = self._order[rows]
+            self._record(
+                rows,
+                slots,
+                self._sequences.of[slots],
+                record_drawn(self._sequences, slots, tokens[rows], logprobs[rows]),
+            )
 
     def _with_masks(self, rows: np.ndarray) -> np.ndarray:
         """Those of the `rows` whose masks are written. The next step runs the others once more, at the same place."""
@@ -634,7 +685,7 @@ class Sampler:
     def _positions(self) -> np.ndarray:
         """The position of each row's last token, which is run next."""
         own = self._sequences.of[self._order]
-        found: np.ndarray = own["prompt"] + own["emitted"] - 1
+        found: np.ndarray = own["prompt"] + own["emitted"] - 1 + self._unread()
         return found
 
     def _extend_rows(self) -> None:
@@ -660,7 +711,11 @@ class Sampler:
             return
         slots = slots[rows]
         own = sequences.of[slots]
-        drawn = next_tokens(self._memory.draw, sequences, slots, rows, logits)
+        self._record(rows, slots, own, next_tokens(self._memory.draw, sequences, slots, rows, logits))
+
+    def _record(self, rows: np.ndarray, slots: np.ndarray, own: np.ndarray, drawn: NextTokens) -> None:
+        """Sends the tokens of `slots`, whose rows are `rows` and which were `own` before them, and closes the jobs that
+        have ended or failed."""
         ended = drawn.ended
         self._memory.counters["sampled"] += len(slots)
         for number in [] if drawn.is_sound else np.unique(own["entry"][~(drawn.finite & drawn.possible)]).tolist():
@@ -687,3 +742,8 @@ class Sampler:
             entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
         samples = [entry.samples[index] for index in range(entry.count)]
         self._close(entry, SampleResult(samples, reused=entry.reused or 0, **vars(entry.scores)))
+
+
+def _draws_alone(own: np.ndarray) -> bool:
+    """Whether no sequence of `own` [R] needs more of the logits than a token and its logprob."""
+    return not (own["ruled"] | own["processed"] | own["both"] | (own["width"] > 0)).any()
