@@ -539,7 +539,7 @@ def test_metrics_come_back_as_they_were_whatever_a_step_has(rows: list[Row], siz
     columns = MetricColumns()
     for first in range(0, len(rows), size):
         columns.add(rows[first : first + size])
-    found = columns.rows(since)
+    found = [columns.row(place) for place in columns.places(since)]
     assert [row.keys() for row in found] == [row.keys() for row in rows[since:]]
     for one, other in zip(found, rows[since:], strict=True):
         assert all(one[name] == value or value != value for name, value in other.items())

@@ -88,7 +88,7 @@ class DiagnosisCache:
     def _carry_out(self, diagnosis: _Diagnosis, reader: RunReader) -> None:
         try:
             with self._turn:
-                if len(reader.metrics()) <= MAX_STEPS:
+                if reader.step_count() <= MAX_STEPS:
                     diagnosis.rows = _latest([finding.to_dict() for finding in diagnose_run(reader.folder)])
         except Exception as error:  # the boundary of the thread: the visitor and the log must learn of it
             log.exception("the diagnosis of %s failed", reader.folder)

@@ -222,8 +222,7 @@ class EventStreams:
 
 def cursor_of(reader: RunReader) -> EventCursor:
     """The position at the end of a run's logs."""
-    steps = reader.columns(["step"])["step"]
-    return EventCursor(int(steps[-1] or 0) if steps else 0, len(reader.evaluations()), len(reader.findings()))
+    return EventCursor(reader.last_step(), len(reader.evaluations()), len(reader.findings()))
 
 
 class RunPoll:

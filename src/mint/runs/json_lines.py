@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pydantic_core
+
 MAX_DEPTH = 100
 MAX_INTEGER_BITS = 10_000
 """Python writes integers of at most 4,300 decimal digits."""
@@ -44,11 +46,12 @@ def _plain(value: Any, parents: frozenset[int]) -> Any:
 def decode_lines(lines: Iterable[bytes]) -> list[Any]:
     """The values of complete lines; lines that are not JSON are left out.
 
-    Parses all lines at once, so that equal keys share one string: this saves memory for many small rows.
+    Parses all lines at once, so that equal keys share one string: this saves memory for many small rows. The parser of
+    pydantic takes less than half of the time of `json`, which reads what that one refuses: half of a surrogate pair.
     """
     lines = list(lines)
     try:
-        return json.loads(b"[" + b",".join(lines) + b"]")
+        return pydantic_core.from_json(b"[" + b",".join(lines) + b"]")
     except ValueError:
         return [value for line in lines for value in _decoded(line)]
 

@@ -1,7 +1,8 @@
 """Reads a run folder, also while it is being written: metrics, queries over rollouts, and the state of the run.
 
-Reads only what is new since the last call. Keeps the metrics as columns, 56 bytes per rollout, and the text of each
-token id; never the rollouts themselves. Writes nothing: a run may be writing the same files.
+Reads only what is new since the last call; of a long log, at first only the steps that are asked for. Keeps the metrics
+as columns, 56 bytes per rollout, and the text of each token id; never the rollouts themselves. Writes nothing: a run
+may be writing the same files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mint.runs.interrupt import is_stop_requested
 from mint.runs.json_lines import Tail, decode_lines
 from mint.runs.labels import read_labels
 from mint.runs.log import EFFECTIVE
-from mint.runs.metric_columns import MetricColumns
+from mint.runs.metric_columns import MetricColumns, finite_or_none
+from mint.runs.metric_lines import MetricLines
 from mint.runs.process import PROCESS, RunProcess, State, is_stale, read_process, run_state, state_notice
 from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
 from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row, shortened_row, token_count
@@ -57,6 +59,9 @@ HEAD_BYTES = 2_048
 RECENT_STEPS = 10
 EXAMPLES = b', "examples": ['
 BATCH_LINES = 256
+FEW_STEPS = 1_000
+FEW_COLUMNS = 6
+"""Up to so many steps or metrics of a long log are decoded alone; for more of them, the whole log is."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ class RunReader:
         self._logs: dict[str, list[dict[str, Any]]] = {}
         self._example_offsets: list[int] = []
         self._metrics = MetricColumns()
+        self._lines: MetricLines | None = None
         self._pieces: dict[int, dict[str, Any]] = {}
         self._index = RolloutIndex(self.folder)
 
@@ -180,12 +186,13 @@ class RunReader:
     def summary(self) -> RunSummary:
         """The run in one row."""
         with self._current():
-            metrics = self._refreshed_metrics()
+            metrics = self._sought_metrics()
             last = metrics.row(-1) if len(metrics) else {}
+            recent = _recent_steps(metrics)
             state = self._state(last)
             updated_at = self._updated_at()
             silent_s = time.time() - updated_at
-            stale = is_stale(state, silent_s=silent_s, slowest_step_s=self._slowest_step_s())
+            stale = is_stale(state, silent_s=silent_s, slowest_step_s=_slowest_step_s(recent))
             step = int(last.get("step", 0))
             error = self._process.error if self._process else None
             severities = [finding.get("severity", "info") for finding in self._log("findings.jsonl")]
@@ -197,13 +204,13 @@ class RunReader:
                 base_model=str(self.config.get("base_model", "")),
                 step=step,
                 steps=int(self.config.get("steps") or 0),
-                reward=_finite(last.get("reward/mean")),
-                best_reward=self._best_reward(),
-                success=_finite(last.get("success/rate")),
+                reward=finite_or_none(last.get("reward/mean")),
+                best_reward=_best_reward(metrics),
+                success=finite_or_none(last.get("success/rate")),
                 heldout=self._latest_evaluation(),
-                tokens_per_s=self._tokens_per_s(),
+                tokens_per_s=_tokens_per_s(recent),
                 findings={severity: severities.count(severity) for severity in ("error", "warning", "info")},
-                began_at=self._began_at(),
+                began_at=self._began_at(metrics),
                 updated_at=updated_at,
                 error=error,
                 is_stale=stale,
@@ -231,35 +238,8 @@ class RunReader:
         is_complete = is_over or (bool(planned) and last.get("step") == planned)
         return self._state_of_process() or run_state(None, is_complete=is_complete, updated_at=0.0, now=0.0)
 
-    def _best_reward(self) -> float | None:
-        rewards, counts, ungraded = (
-            self._metrics.column(name) for name in ("reward/mean", "rollouts/count", "rollouts/ungraded")
-        )
-        graded = [
-            reward
-            for reward, count, failed in zip(rewards, counts, ungraded, strict=True)
-            if reward is not None and (count is None or count > (failed or 0))
-        ]
-        return max(graded, default=None)
-
-    def _recent_steps(self) -> list[dict[str, Any]]:
-        count = len(self._metrics)
-        return [self._metrics.row(place) for place in range(max(0, count - RECENT_STEPS), count)]
-
-    def _slowest_step_s(self) -> float:
-        took = (
-            sum(row.get(name) or 0.0 for name in ("time/rollouts_s", "time/train_s")) for row in self._recent_steps()
-        )
-        return max(took, default=0.0)
-
-    def _tokens_per_s(self) -> float | None:
-        rows = self._recent_steps()
-        seconds = sum(row.get("time/rollouts_s", 0.0) + row.get("time/train_s", 0.0) for row in rows)
-        tokens = sum(row.get("rollouts/tokens", 0.0) for row in rows)
-        return tokens / seconds if seconds > 0 else None
-
     def _latest_evaluation(self) -> dict[str, Any] | None:
-        evaluations = [row for row in self._log("evaluations.jsonl") if _finite(row.get("mean")) is not None]
+        evaluations = [row for row in self._log("evaluations.jsonl") if finite_or_none(row.get("mean")) is not None]
         if not evaluations:
             return None
         last = evaluations[-1]
@@ -272,9 +252,9 @@ class RunReader:
             if name in chosen
         }
 
-    def _began_at(self) -> float:
-        first = self._metrics.column("time/unix_s")[:1]
-        begun = [self._config_at, *(each for each in first if each is not None)]
+    def _began_at(self, metrics: MetricColumns | MetricLines) -> float:
+        first = finite_or_none(metrics.row(0).get("time/unix_s")) if len(metrics) else None
+        begun = [self._config_at] if first is None else [self._config_at, first]
         return min([*begun, self._process.began_at] if self._process else begun)
 
     def _updated_at(self) -> float:
@@ -293,7 +273,22 @@ class RunReader:
     def metrics(self, since: int = 0) -> list[dict[str, Any]]:
         """The metrics of the steps after `since`."""
         with self._current():
-            return self._refreshed_metrics().rows(since)
+            metrics = self._sought_metrics() if since else self._refreshed_metrics()
+            places = metrics.places(since)
+            if len(places) > FEW_STEPS:
+                metrics = self._refreshed_metrics()
+            return [metrics.row(place) for place in places]
+
+    def step_count(self) -> int:
+        """How many steps have metrics."""
+        with self._current():
+            return len(self._sought_metrics())
+
+    def last_step(self) -> int:
+        """The last step that has metrics; 0 if there is none."""
+        with self._current():
+            metrics = self._sought_metrics()
+            return int(metrics.row(-1)["step"]) if len(metrics) else 0
 
     def columns(
         self,
@@ -309,10 +304,11 @@ class RunReader:
         `names` None selects all metrics. Of more than `most` steps, every nth one is chosen, and the last.
         """
         with self._current():
-            metrics = self._refreshed_metrics()
+            is_part = most is not None or (names is not None and len(names) <= FEW_COLUMNS)
+            metrics = self._sought_metrics() if is_part else self._refreshed_metrics()
             wanted = metrics.names if names is None else names
             places = metrics.places(since, until, most)
-            return {name: metrics.column(name, places) for name in dict.fromkeys(["step", *wanted])}
+            return metrics.columns(list(dict.fromkeys(["step", *wanted])), places)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The held-out evaluations, oldest first, without their `examples`."""
@@ -508,7 +504,7 @@ class RunReader:
             group = int(entry["group"])
             visit = visits.setdefault((step, group), {"step": step, "group": group, "rows": [], "rewards": []})
             visit["rows"].append(int(entry["row"]))
-            visit["rewards"].append(_finite(float(entry["reward"])))
+            visit["rewards"].append(finite_or_none(float(entry["reward"])))
         return list(visits.values())
 
     # --- reading what is new -----------------------------------------------------------------------------------------
@@ -534,9 +530,18 @@ class RunReader:
         def restart() -> None:
             self._metrics = MetricColumns()
 
+        self._lines = None
         for rows in self._new_rows("metrics.jsonl", restart):
             self._metrics.add(rows)
         return self._metrics
+
+    def _sought_metrics(self) -> MetricColumns | MetricLines:
+        """The metrics for a question about few steps: of a long log that was never read, only those are decoded."""
+        if self._tails["metrics.jsonl"].inode is not None:
+            return self._refreshed_metrics()
+        if self._lines is None:
+            self._lines = MetricLines.open(self.folder / "metrics.jsonl")
+        return self._lines if self._lines is not None and self._lines.is_current() else self._refreshed_metrics()
 
     def _log(self, name: str) -> list[dict[str, Any]]:
         """All rows of a small log, up to date."""
@@ -583,8 +588,41 @@ def _identity(process: RunProcess | None) -> tuple[int, float] | None:
     return None if process is None else (process.pid, process.began_at)
 
 
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def _best_reward(metrics: MetricColumns | MetricLines) -> float | None:
+    """The highest mean reward of a step of which at least one rollout was graded."""
+    rewards = metrics.column("reward/mean")
+    best = max((reward for reward in rewards if reward is not None), default=None)
+    if best is None or _is_graded(metrics.row(rewards.index(best))):
+        return best
+    # A step without a graded rollout has the mean 0, which may lie above all others.
+    counts, ungraded = metrics.column("rollouts/count"), metrics.column("rollouts/ungraded")
+    graded = [
+        reward
+        for reward, count, failed in zip(rewards, counts, ungraded, strict=True)
+        if reward is not None and (count is None or count > (failed or 0))
+    ]
+    return max(graded, default=None)
+
+
+def _is_graded(row: Mapping[str, Any]) -> bool:
+    count = finite_or_none(row.get("rollouts/count"))
+    return count is None or count > (finite_or_none(row.get("rollouts/ungraded")) or 0)
+
+
+def _recent_steps(metrics: MetricColumns | MetricLines) -> list[dict[str, Any]]:
+    count = len(metrics)
+    return [metrics.row(place) for place in range(max(0, count - RECENT_STEPS), count)]
+
+
+def _slowest_step_s(recent: Sequence[Mapping[str, Any]]) -> float:
+    took = (sum(row.get(name) or 0.0 for name in ("time/rollouts_s", "time/train_s")) for row in recent)
+    return max(took, default=0.0)
+
+
+def _tokens_per_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
+    seconds = sum(row.get("time/rollouts_s", 0.0) + row.get("time/train_s", 0.0) for row in recent)
+    tokens = sum(row.get("rollouts/tokens", 0.0) for row in recent)
+    return tokens / seconds if seconds > 0 else None
 
 
 def _without_examples(line: bytes) -> dict[str, Any] | None:
@@ -624,8 +662,8 @@ def _line_head(file: BinaryIO, entry: np.void) -> bytes:
 def _excerpt(entry: np.void, row: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: int(entry[name]) for name in ("step", "row", "group", "item")},
-        "reward": _finite(float(entry["reward"])),
-        "advantage": _finite(float(entry["advantage"])),
+        "reward": finite_or_none(float(entry["reward"])),
+        "advantage": finite_or_none(float(entry["advantage"])),
         "length": int(entry["length"]),
         "flags": flag_names(int(entry["flags"])),
         "prompt": str(row.get("prompt") or "")[:EXCERPT_CHARACTERS],
