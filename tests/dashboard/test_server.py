@@ -110,8 +110,11 @@ def test_a_group_comes_best_first_and_whole(client: httpx.Client) -> None:
     assert [row["reward"] for row in group["rows"]] == [1.0, 0.0, None] and group["prompt"] == "What is 0 + 3?"
     best = group["rows"][0]
     assert {name: best[name] for name in rollout(3, 1)} == rollout(3, 1)
-    assert best["pieces"][0] == {"text": "<|im_end|>", "special": True} and len(best["pieces"]) == len(best["tokens"])
-    assert best == get(client, f"runs/{RUN}/rollouts/3/1") and best["flags"] == ["used"]
+    assert group["pieces"].keys() == {str(token) for row in group["rows"] for token in row["tokens"]}
+    assert group["pieces"][str(best["tokens"][0])] == {"text": "<|im_end|>", "special": True}
+    whole = get(client, f"runs/{RUN}/rollouts/3/1")
+    assert whole.pop("pieces").keys() == {str(token) for token in best["tokens"]}
+    assert best == whole and best["flags"] == ["used"]
     groups = get(client, f"runs/{RUN}/steps/3/groups")["groups"]
     assert [(one["group"], one["rows"], one["rewards"]) for one in groups] == [
         (0, [0, 1, 2], [0.0, 1.0, None]),

@@ -97,7 +97,12 @@ def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     if not found:
         raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
     [whole] = _whole(reader, step, found)
-    return {**whole, "length": len(whole.get("tokens") or ()), "is_shortened": False}
+    return {
+        **whole,
+        "length": len(whole.get("tokens") or ()),
+        "is_shortened": False,
+        "pieces": _pieces(reader, [whole]),
+    }
 
 
 def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -162,8 +167,16 @@ def _group(reader: RunReader, step: int, number: int, *, light: bool = False) ->
     found.sort(key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
     first = found[0]
     shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
-    rows = found if light else _whole(reader, step, _cut_rows(found))
-    return {"step": step, "group": number, **shared, "rows": rows}
+    if light:
+        return {"step": step, "group": number, **shared, "rows": found}
+    rows = _whole(reader, step, _cut_rows(found))
+    return {"step": step, "group": number, **shared, "rows": rows, "pieces": _pieces(reader, rows)}
+
+
+def _pieces(reader: RunReader, rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The text of each token id that the rows have: once, because a sample has the same ids again and again."""
+    ids = list({one for row in rows for one in row.get("tokens") or ()})
+    return dict(zip(ids, reader.pieces(ids), strict=True))
 
 
 def _cut_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,8 +202,7 @@ def item(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 def examples(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     """The rollouts of one held-out evaluation, by its place in the list of evaluations."""
     _, reader = _reader(dashboard, request)
-    rows = reader.examples(request.path_params["place"])
-    return {"rows": [{**row, "pieces": reader.pieces(row.get("tokens") or [])} for row in rows]}
+    return {"rows": reader.examples(request.path_params["place"])}
 
 
 def findings(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -239,12 +251,13 @@ def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     }
 
 
-def ledger(dashboard: DashboardState, name: str) -> dict[str, float]:
+def ledger(dashboard: DashboardState, name: str) -> tuple[dict[str, float], int]:
     """Where the tokens of a run went: the sum of each stage over all steps, those of a stage that was never counted
-    left out."""
+    left out; and the last of these steps."""
     columns = dashboard.readers.of(name).columns([f"ledger/{stage}" for stage in LEDGER])
-    counted = {stage: [value for value in columns.get(f"ledger/{stage}", ()) if value is not None] for stage in LEDGER}
-    return {stage: sum(values) for stage, values in counted.items() if values}
+    counted = {stage: [value for value in columns[f"ledger/{stage}"] if value is not None] for stage in LEDGER}
+    last_step = int(columns["step"][-1] or 0) if columns["step"] else 0
+    return {stage: sum(values) for stage, values in counted.items() if values}, last_step
 
 
 def bisection(dashboard: DashboardState, request: Request) -> dict[str, Any]:
@@ -443,13 +456,11 @@ def _no_rollouts(step: int) -> NotFoundError:
 
 
 def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Logged rows, with the names of their flags and the text of each token."""
+    """Logged rows, with the names of their flags."""
     group = rows[0]["group"] if len({row["group"] for row in rows}) == 1 else None
     page = reader.rollouts(RolloutQuery(step=step, group=group, limit=MAX_STEP_ROWS))
     flags = {indexed["row"]: indexed["flags"] for indexed in page.rows}
-    return [
-        {**row, "flags": flags.get(row["row"], []), "pieces": reader.pieces(row.get("tokens") or [])} for row in rows
-    ]
+    return [{**row, "flags": flags.get(row["row"], [])} for row in rows]
 
 
 def _samples_of(finding: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,6 +51,7 @@ Kind = Literal["json", "page", "text"]
 
 def routes(dashboard: DashboardState) -> list[Route]:
     """All pages and their JSON, for the application that answers at this address."""
+    threading.Thread(target=pages.compile_templates, name="mint-dashboard-templates", daemon=True).start()
     return [Route(row.path, _endpoint(dashboard, row), methods=[row.method]) for row in ROUTES]
 
 

@@ -77,12 +77,22 @@ class RunFolders:
         Raises:
             NotFoundError: there is no such run.
         """
-        known = self._found.get(name)
         # With thousands of runs, looking for all of them takes longer than the rest of a request.
+        known = self._found.get(name) if self._found else self._first_of_name(name)
         folder = known if known is not None and (known / CONFIG).is_file() else self.find().get(name)
         if folder is None:
             raise NotFoundError("is not a run here", field="run", value=name, remedy="See the list of runs")
         return folder
+
+    def _first_of_name(self, name: str) -> Path | None:
+        """The folder that `find` gives this name because it is the first one that has it."""
+        if name in RESERVED or name in ("", ".", "..") or Path(name).name != name:
+            return None
+        for root in self.roots:
+            for folder in (root / RUNS / name, *([root] if root.name == name else []), root / name):
+                if (folder / CONFIG).is_file():
+                    return folder
+        return None
 
     def _children(self, folder: Path) -> tuple[Path, ...]:
         """The folders inside `folder`; read again only if it has changed: that is slow with hundreds of runs."""

@@ -20,6 +20,8 @@ const CANDIDATES = 40;
 const CHARTS_SHOWN = 3;
 const AGAIN_MS = 2000;
 const TEXT_SHOWN = 300;
+/** Steps that a chart gets; of a longer run every nth. */
+const POINTS = 1000;
 const RANK = ["error", "warning", "info"];
 /** Metrics that share a scale. */
 const ONE_SCALE = /^(groups|mismatch)\//;
@@ -176,7 +178,7 @@ const tail = (text) => (text.length > 120 ? `… ${characters(text).slice(-120).
 function showVerdict(findings, isWhole) {
   const verdict = find("#verdict");
   if (!findings.length) {
-    const steps = data.steps.length.toLocaleString("en-US");
+    const steps = (data.steps.at(-1) ?? 0).toLocaleString("en-US");
     const until = isWhole && pageData().state !== "running" ? "" : " so far";
     verdict.replaceChildren(el("b", {}, "No findings"), " ", el("span", { class: "muted" },
       `in ${steps} steps${until}. Every step was checked for the findings listed under “What is checked”.`));
@@ -191,14 +193,20 @@ function showVerdict(findings, isWhole) {
 
 /* where the tokens went */
 
-function showLedger() {
-  const sums = STAGES.map((stage) => data.column(`ledger/${stage}`).reduce((/** @type {number} */ sum, value) => sum + (value ?? 0), 0));
-  STAGES.forEach((stage, i) => {
-    const row = find(`#ledger [data-stage=${stage}]`);
-    if (!row) return;
-    const bar = find("progress", row);
+/** The last step that the sums on the page count; the server has summed the steps before the page was opened. */
+let counted = Number(document.querySelector("#ledger")?.getAttribute("data-step") ?? Infinity);
+
+/** Adds the tokens of a new step to the sums. @param {Record<string, number>} metrics */
+function countTokens(metrics) {
+  if (metrics.step <= counted) return;
+  counted = metrics.step;
+  const bars = STAGES.map((stage) => find(`#ledger [data-stage=${stage}] progress`));
+  const sums = bars.map((bar, i) => (bar ? bar.value : 0) + (metrics[`ledger/${STAGES[i]}`] ?? 0));
+  bars.forEach((bar, i) => {
+    if (!bar) return;
     bar.max = sums[0] || 1;
     bar.value = sums[i];
+    const row = bar.closest("[data-stage]");
     find("[data-cell=tokens]", row).textContent = compact(sums[i]);
     find("[data-cell=share]", row).textContent = percent(sums[0] ? sums[i] / sums[0] : null);
   });
@@ -209,11 +217,10 @@ function showLedger() {
 const reload = afterPause(() => load().catch(showError), 150);
 
 async function begin() {
-  const answer = await getJson(runPath(run, "columns"));
+  const answer = await getJson(runPath(run, "columns"), { query: { points: POINTS } });
   data = new RunData(run, answer);
   if (data.column("ledger/generated").length > 1) board.add(find("#ledger-chart"), /** @type {any} */ (CHARTS.find(({ id }) => id === "ledger")));
   board.setRuns([data]);
-  showLedger();
   await load();
   const target = location.hash.slice(1);
   if (target) document.getElementById(target)?.scrollIntoView();
@@ -222,7 +229,7 @@ async function begin() {
     step: ({ metrics }) => {
       data.append(metrics);
       board.changed();
-      showLedger();
+      countTokens(metrics);
     },
     finding: reload,
     summary: (summary) => {
@@ -230,7 +237,7 @@ async function begin() {
       reload();
     },
     reset: () => location.reload(),
-  }, { since: data.cursor });
+  }, { since: Number.isFinite(counted) ? data.cursor.replace(/^\d+/, String(counted)) : data.cursor });
 }
 
 walkRows(() => findAll(".finding", place), (card) => find(".finding-link a", card)?.click());

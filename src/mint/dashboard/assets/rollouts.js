@@ -64,7 +64,13 @@ function askOnce(rest) {
 }
 
 const groupsOf = async (step) => (await askOnce(`steps/${step}/groups`)).groups;
-const groupOf = (step, group) => askOnce(`steps/${step}/groups/${group}`);
+const groupOf = async (step, group) => withPieces(await askOnce(`steps/${step}/groups/${group}`));
+
+/** Gives each token of the rows its piece; an answer has every piece once. @param {{rows: any[], pieces: Record<string, any>}} answer */
+function withPieces(answer) {
+  for (const row of answer.rows) row.pieces ??= (row.tokens ?? []).map((id) => answer.pieces[id]);
+  return answer;
+}
 
 /** The address of a state. @param {Partial<import("./rollout_query.js").State>} changes */
 function linkTo(changes) {
@@ -290,8 +296,10 @@ function drawCards(columns) {
       };
       for (const row of shown) {
         const link = linkTo({ step: row.step, group: row.group, row: row.row, visits: null, picks: [] });
-        const loadWhole = () => ask(`rollouts/${row.step}/${row.row}`).then((whole) => {
-          Object.assign(row, whole, { is_shortened: false });
+        const loadWhole = () => ask(`rollouts/${row.step}/${row.row}`).then(({ pieces, ...whole }) => {
+          Object.assign(row, whole);
+          delete row.pieces;
+          withPieces({ rows: [row], pieces });
           drawCards(columns);
           drawColours();
         }).catch(showError);
