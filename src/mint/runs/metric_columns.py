@@ -69,7 +69,8 @@ class MetricColumns:
         """A value as a number. NaN and values that are no numbers are stored separately: NaN in a column means
         missing."""
         value = row.get(name, math.nan)
-        if isinstance(value, float | int) and value == value and abs(value) < TOO_LARGE:
+        is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < TOO_LARGE)
+        if is_number and value == value:
             return value
         if name in row:
             self._others[name, place] = value
