@@ -34,6 +34,7 @@ def run_chaos(*arguments: str, planted: str = "") -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_few_kills_and_a_power_loss_change_no_bit() -> None:
     code, report = run_chaos("--quick")

@@ -53,7 +53,7 @@ def rewards(folder: Path) -> list[float]:
     return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.restarts
+@pytest.mark.slow
 def test_the_printed_command_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = mint(*ARGUMENTS, "--run-dir", str(run), home=tmp_path / "home")

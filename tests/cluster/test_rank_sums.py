@@ -15,7 +15,7 @@ from mint.engine.reductions.division import ALONE
 from mint.engine.reductions.gradient_sum import partial_sums, whole_sum
 
 OnRanks = Callable[..., list[Any]]
-WORLDS = [1, 2, 3]
+WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, 3]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -39,7 +39,14 @@ def test_every_rank_gets_the_values_of_all(on_ranks: OnRanks, world: int) -> Non
         assert all(np.array_equal(own, np.concatenate(parts)) for own in found)
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        pytest.param(1, "float32", marks=pytest.mark.slow),
+        (2, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_on_any_number_of_ranks_end_with_the_state_of_one_process(
     on_ranks: OnRanks, folder: Path, world: int, dtype: str
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_run_is_started_stopped_resumed_and_evaluated_by_requests(home: Path, 
     assert 0 <= reading["result"]["0"]["mean"] <= 1 and reading["result"]["0"]["n"] == SMALL["heldout_size"]
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_started_stopped_and_resumed_by_requests(home: Path, client: httpx.Client) -> None:
     settings = {"base_model": "mint/tiny", "epochs": 1, "batch_size": 16, "save_every": 1}
     begun = client.post(f"{API}/launches", json={"recipe": "sft", "task": "math", "settings": settings}).json()[

@@ -19,6 +19,7 @@ LONGER = {
     "trainer wants certainty", "trainer wants length", "learning rate 0.1", "grader changes its mind", "five items",
     "advantages with the wrong sign", "reward changes its sign", "learning rate 1e-7", "judge prefers the first place",
     "grader lets all pass from step 7", "grader throws dice", "sampler stays behind",
+    "logprobs tempered by 0.6", "grader raises on 1 of 4",
 }  # fmt: skip
 
 

@@ -51,7 +51,11 @@ def report_as_nobody() -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=["this user, all engines", pytest.param("this user, zygote", marks=pytest.mark.slow), "nobody, zygote"],
+    params=[
+        "this user, all engines",
+        pytest.param("this user, zygote", marks=pytest.mark.slow),
+        pytest.param("nobody, zygote", marks=pytest.mark.slow),
+    ],
 )
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     if "zygote" not in sandbox_level().engines:
