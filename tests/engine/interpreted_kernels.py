@@ -244,10 +244,41 @@ def test_fused_passes_compute_what_autograd_says_in_float64(width: int) -> None:
     _close(FUSED.swiglu_backward(grad, wide), exact.grad, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("normed", "biased"), [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(("heads", "dim"), [(4, 24), (30, 32)])
+def test_fused_heads_compute_what_autograd_says_in_float64(
+    heads: int, dim: int, normed: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    total = heads + 3
+    qkv, grad = _random(5, total, dim), _random(5, total, dim, seed=1, dtype=dtype)
+    bias = _random(total * dim, seed=2) if biased else None
+    norms = _random(heads, dim, seed=3) if normed else None
+    angles = _random(5, 1, dim // 2, seed=4)
+    cos, sin = angles.cos(), angles.sin()
+    shifted = qkv.double() if bias is None else qkv.double() + bias.view(total, dim)
+    exact = shifted.detach().requires_grad_()
+    turned = exact[:, :heads]
+    if norms is not None:
+        turned = turned * (turned.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norms
+    pairs = torch.view_as_complex(torch.stack(turned.chunk(2, -1), -1))
+    pairs = pairs * torch.polar(torch.ones(()).double(), angles.double())
+    out = torch.cat([torch.cat([pairs.real, pairs.imag], -1), exact[:, heads:]], 1)
+    out.backward(grad.double())
+    assert exact.grad is not None
+    found, inverse = FUSED.finish_heads(qkv, bias, norms, cos, sin, eps=1e-6, rotated_heads=heads, dtype=dtype)
+    assert found.dtype == dtype
+    _close(found, out.detach(), dtype)
+    _close(qkv, shifted, torch.float32)  # with the bias, as the backward needs it
+    own = FUSED.finish_heads_backward(grad, qkv, inverse, norms, cos, sin, rotated_heads=heads)
+    assert own.dtype == torch.float32
+    _close(own, exact.grad, torch.float32)
+
+
 def test_fused_passes_pass_the_self_check() -> None:
     shapes = Shapes(80, 1100, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
     faults = {path.case: judge(path, is_timed=False).fault for path in fused_paths(shapes, FUSED, (1, 3))}
-    assert len(faults) == 8 and not any(faults.values()), faults
+    assert len(faults) == 12 and not any(faults.values()), faults
 
 
 def test_a_model_trains_with_fused_passes_as_without(tmp_path: Path) -> None:

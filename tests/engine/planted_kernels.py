@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import mint.engine.cuda
-from mint.engine.cuda.fast_paths import Shapes, company_paths, invariant_paths, step_kernel_paths
+from mint.engine.cuda.fast_paths import Shapes, company_paths, fused_paths, invariant_paths, step_kernel_paths
 from mint.engine.cuda.self_check import FastPath
 from mint.engine.packing import Span
 
 SOURCE = Path(mint.engine.cuda.__file__).with_name("kernels.py")
 INVARIANT_SOURCE = SOURCE.with_name("invariant_kernels.py")
+FUSED_SOURCE = SOURCE.with_name("fused_passes.py")
 SHAPES = Shapes(80, 88, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
 """No width is a power of two, so that every mask has an edge."""
 
@@ -100,6 +101,19 @@ FAULTS = {
         "KEYS=KEYS_AT_ONCE if count > 66 else 16",
         source=INVARIANT_SOURCE,
     ),
+    "rotation of the gradient the wrong way": Fault(
+        "heads' gradient",
+        "def _finish_heads_gradient(",
+        "first * cosine + second * sine",
+        "first * cosine - second * sine",
+        source=FUSED_SOURCE,
+    ),
+    "values rotated, too": Fault(
+        "heads,", "def _finish_heads(", "turned = head < rotated", "turned = head <= rotated", source=FUSED_SOURCE
+    ),
+    "a norm's gradient without its mean": Fault(
+        "norm's gradient", "def _norm_gradient(", " - own * (mean", " - 0.9 * own * (mean", source=FUSED_SOURCE
+    ),
     "columns left out": Fault(
         "add", "def _tiles(", "triton.cdiv(columns, COLUMNS_AT_ONCE)", "columns // COLUMNS_AT_ONCE", "not finite"
     ),
@@ -110,11 +124,20 @@ def paths(names: list[str]) -> Iterator[FastPath]:
     """The kernels as they are, and those with the faults of these names, each under the name of its fault."""
     for dtype in ("float32", "float16"):
         sound = _load(INVARIANT_SOURCE.read_text(), "sound").InvariantKernels()
-        for path in _all_paths(replace(SHAPES, dtype=dtype), sound, LONG):
+        fused = _load(FUSED_SOURCE.read_text(), "sound_passes").FusedPasses()
+        for path in (
+            *_all_paths(replace(SHAPES, dtype=dtype), sound, LONG),
+            *fused_paths(replace(SHAPES, dtype=dtype), fused, SHORT),
+        ):
             yield replace(path, name=f"sound in {dtype}")
     for name in names:
         fault = FAULTS[name]
         made = _load(_plant(fault), name.replace(" ", "_"))
+        if fault.source == FUSED_SOURCE:
+            for path in fused_paths(SHAPES, made.FusedPasses(), SHORT):
+                if path.case.startswith(fault.kernel):
+                    yield replace(path, name=name)
+            continue
         kernels = made.TritonKernels() if fault.source == SOURCE else made.InvariantKernels()
         for path in _all_paths(SHAPES, kernels, LONG if fault.kernel == "attend" else SHORT):
             if path.case.startswith(fault.kernel):

@@ -64,6 +64,8 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
             "weight_row",
             "weight_column",
             "first_result",
+            "rotated",
+            "heads",
         ),
         "i32",
     )
@@ -73,6 +75,8 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
     passes = {
         fused._norm: {"ADDS": True, "WIDTH": 4096}, fused._norm_gradient: {"ADDS": True, "WIDTH": 4096},
         fused._swiglu: {"COLUMNS": fused.COLUMNS}, fused._swiglu_gradient: {"COLUMNS": fused.COLUMNS},
+        fused._finish_heads: {"DIM": 128, "BIASED": True, "NORMED": True, "HEADS": fused.HEADS, "HALF": 64},
+        fused._finish_heads_gradient: {"DIM": 128, "NORMED": True, "HEADS": fused.HEADS, "HALF": 64},
     }  # fmt: skip
     steps = {
         "_attend": {**attention, "SIDE": 2, "FIRST_PAGE": FIRST_PAGE, "SINGLE": False, "QUERIES": 16},

@@ -217,6 +217,36 @@ def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) ->
         for name, run in runs.items():
             ways = partial(_guarded, run, fused), partial(_guarded, run, plain)
             yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[torch.float32])
+        for name, own in _head_runs(shapes, count).items():
+            ways = partial(_guarded, own, fused), partial(_guarded, own, None)
+            yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[_dtype(shapes)])
+
+
+def _head_runs(shapes: Shapes, count: int) -> dict[str, Callable[[TrainingPasses | None], list[Tensor]]]:
+    """The heads of attention and their gradient, by fused passes, or by plain operations where there are none."""
+    plain, dtype = TorchOperations(_dtype(shapes), torch.device(shapes.device)), _dtype(shapes)
+    rotated, dim = shapes.query_heads + shapes.kv_heads, shapes.head_dim
+    qkv, width = _random(shapes, count, rotated + shapes.kv_heads, dim, seed=7), (rotated + shapes.kv_heads) * dim
+    weights = _attention_weights(shapes, width)
+    bias, norms = weights.qkv_bias, weights.head_norms
+    angles = _random(shapes, count, 1, dim // 2, seed=8)
+    cos, sin = angles.cos(), angles.sin()
+    grad = _random(shapes, *qkv.shape, seed=9, dtype=dtype)
+    of_heads = None if norms is None else plain.head_inverse_rms(qkv[:, :rotated], shapes.eps, 0)
+
+    def heads(own: TrainingPasses | None) -> list[Tensor]:
+        product = qkv.clone()  # the bias is added in place
+        if own is None:
+            found = plain.finish_heads(product, bias, norms, cos, sin, eps=shapes.eps, rotated_heads=rotated)
+        else:
+            found = own.finish_heads(product, bias, norms, cos, sin, eps=shapes.eps, rotated_heads=rotated, dtype=dtype)
+        return [part for part in (*found, product) if part is not None]
+
+    def gradient(own: TrainingPasses | None) -> list[Tensor]:
+        chosen = plain if own is None else own
+        return [chosen.finish_heads_backward(grad, qkv, of_heads, norms, cos, sin, rotated_heads=rotated)]
+
+    return {"heads": heads, "heads' gradient": gradient}
 
 
 def invariant_paths(
@@ -261,6 +291,7 @@ def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused
         )[0],
         "norm": lambda own: fused.rms_norm(x[own], norm, shapes.eps)[0],
         "swiglu": lambda own: fused.swiglu(wide[own]),
+        "heads": lambda own: _fused_heads(shapes, fused, own, most),
     }
     for name, run in runs.items():
         batches = BATCHES[:2] if run is runs["attention of a step"] else BATCHES
@@ -272,6 +303,16 @@ def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused
             tolerance=0,
         )
     yield FastPath(INVARIANT, "attention in company", *_attention_in_company(shapes, kernels), tolerance=0)
+
+
+def _fused_heads(shapes: Shapes, fused: TrainingPasses, own: list[int], most: int) -> Tensor:
+    """The rows `own` of heads [most, H, D] for attention."""
+    rotated = shapes.query_heads + shapes.kv_heads
+    weights = _attention_weights(shapes, (rotated + shapes.kv_heads) * shapes.head_dim)
+    angles = _random(shapes, most, 1, shapes.head_dim // 2, seed=6)[own]
+    qkv = _random(shapes, most, rotated + shapes.kv_heads, shapes.head_dim, seed=7)[own]
+    norms, turns = (weights.qkv_bias, weights.head_norms), (angles.cos(), angles.sin())
+    return fused.finish_heads(qkv, *norms, *turns, eps=shapes.eps, rotated_heads=rotated, dtype=_dtype(shapes))[0]
 
 
 def _attention_in_company(

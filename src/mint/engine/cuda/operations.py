@@ -44,6 +44,35 @@ class TrainingPasses(Protocol):
         """Its gradient for gate_up."""
         ...
 
+    def finish_heads(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        rotated_heads: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads that attend, and 1 / rms of those that are normed."""
+        ...
+
+    def finish_heads_backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        inverse: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rotated_heads: int,
+    ) -> Tensor:
+        """Its gradient for qkv."""
+        ...
+
 
 MAX_ROWS = 16384
 """Rows of a micro-batch where memory sets no bound: more rows share the time that it takes to start a layer's many
@@ -122,12 +151,57 @@ class CudaOperations(TorchOperations):
         return self._fused_swiglu.swiglu_backward(grad, gate_up)
 
     @override
+    def finish_heads(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        rotated_heads: int,
+        joint_heads: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._fused is None or not _rotates_whole_heads(qkv, cos, joint_heads):
+            return super().finish_heads(
+                qkv, bias, norms, cos, sin, eps=eps, rotated_heads=rotated_heads, joint_heads=joint_heads
+            )
+        return self._fused.finish_heads(
+            qkv, bias, norms, cos, sin, eps=eps, rotated_heads=rotated_heads, dtype=self.dtype
+        )
+
+    @override
+    def finish_heads_backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        inverse: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rotated_heads: int,
+        joint_heads: int = 0,
+    ) -> Tensor:
+        if self._fused is None or not _rotates_whole_heads(qkv, cos, joint_heads):
+            return super().finish_heads_backward(
+                grad, qkv, inverse, norms, cos, sin, rotated_heads=rotated_heads, joint_heads=joint_heads
+            )
+        return self._fused.finish_heads_backward(grad, qkv, inverse, norms, cos, sin, rotated_heads=rotated_heads)
+
+    @override
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
 
     @override
     def unembedding(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight) if weight.dtype == torch.float32 else _Unembedding(weight)
+
+
+def _rotates_whole_heads(qkv: Tensor, cos: Tensor, joint_heads: int) -> bool:
+    """Whether the fused pass is for these heads: all numbers of a head are rotated, and each head is normed alone."""
+    return not joint_heads and 2 * cos.shape[-1] == qkv.shape[-1]
 
 
 class FlexOperations(CudaOperations):
