@@ -16,7 +16,7 @@
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
 | `MINT_MICRO_BATCH_ROWS` | rows of a micro-batch in training; results depend on it in the last bits | by the memory |
-| `MINT_CLUSTER` | `local`: several processes of this machine train and sample | none |
+| `MINT_CLUSTER` | several processes work: `local` (this machine), `auto` (this Ray) or `ray://HOST:PORT` | none |
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
@@ -82,6 +82,16 @@ EMBEDDED_URL = "http://mint.embedded"
 """The base URL of the app in this process."""
 
 
+def _cluster(text: str) -> str:
+    if text not in ("local", "auto") and re.fullmatch(r"ray://[^/?#@\s]+:\d+", text) is None:
+        raise ValueError("is not local, auto or an address like ray://10.0.0.1:10001")
+    return text
+
+
+Cluster = Annotated[str, AfterValidator(_cluster)]
+"""Where the processes of a cluster run."""
+
+
 class Settings(BaseSettings):
     """The checked settings of a client and of the embedded service."""
 
@@ -105,7 +115,7 @@ class Settings(BaseSettings):
     native: bool | None = None
     batch_invariant: bool | None = None
     instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
-    cluster: Literal["local"] | None = None
+    cluster: Cluster | None = None
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)
 
@@ -210,7 +220,7 @@ class ServeSettings(BaseSettings):
     stop_within_s: float = Field(20.0, ge=1, le=3600)
     stuck_after_s: float = Field(600.0, ge=1)
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    cluster: Literal["local"] | None = None
+    cluster: Cluster | None = None
     trainers: int | None = Field(None, ge=1, le=64)
     samplers: int | None = Field(None, ge=0, le=64)
     log_format: Literal["console", "json"] = "console"
@@ -312,9 +322,9 @@ def shorten_thread_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
-def prepare_ray() -> None:
+def prepare_ray(cluster: str = "local") -> None:
     """Makes a cluster that this process starts refuse whoever lacks its token: Ray's ports are open to the network, and
-    it runs what it is sent.
+    it runs what it is sent. Another's cluster has its own rules.
 
     Ray's usage statistics are not sent, and it does not print the stack when the process gets a signal. Ray reads these
     variables when it is loaded. Those that are already set are not changed.
@@ -322,6 +332,10 @@ def prepare_ray() -> None:
     Raises:
         InvalidRequestError: ray is loaded already, and has no token.
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    if cluster != "local":
+        return
     if "RAY_AUTH_MODE" not in os.environ and "ray" in sys.modules:
         raise InvalidRequestError(
             "must be set before ray is imported: other users of the network could run programs in the cluster",
@@ -332,8 +346,12 @@ def prepare_ray() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+
+
+def use_interface(name: str) -> None:
+    """Makes the collectives of this process use a network interface; by default they take that of the host's name.
+    Call it before the process joins a group."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def allocator_is_set() -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from engine_data import ADAM, LORA, datum
 
 from mint.cluster.engine import ClusterEngine
+from mint.cluster.ray_runtime import HERE, Place
 from mint.engine.protocol import Engine, SampleJob, StopRule, resolve_loss
 from mint.engine.reductions.division import Peers
 from mint.engine.torch_engine import TorchEngine
@@ -22,13 +23,15 @@ def torch_engine(*, dtype: Any = "float32") -> TorchEngine:
     return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS)
 
 
-def cluster(trainers: int, *, samplers: int = 0, dtype: Any = "float32", rank_dtype: Any = None) -> ClusterEngine:
+def cluster(
+    trainers: int, *, samplers: int = 0, dtype: Any = "float32", rank_dtype: Any = None, place: Place = HERE
+) -> ClusterEngine:
     """`trainers` ranks and `samplers` replicas, beside this process. `rank_dtype` is another one for all of them."""
 
     def open_rank(peers: Peers) -> TorchEngine:  # sent by value: ranks cannot import this module
         return TorchEngine(dtype=rank_dtype or dtype, threads=1, device="cpu", micro_batch_rows=ROWS, peers=peers)
 
-    return ClusterEngine(torch_engine(dtype=dtype), open_rank, trainers, samplers=samplers)
+    return ClusterEngine(torch_engine(dtype=dtype), open_rank, trainers, samplers=samplers, place=place)
 
 
 def open_model(engine: Engine, folder: Path) -> None:

@@ -27,6 +27,20 @@ def test_flags_of_the_server_come_before_the_variables_of_all_commands(monkeypat
         read_serve_settings({"cluster": "elsewhere"})
 
 
+@pytest.mark.parametrize("where", ["auto", "ray://10.0.0.1:10001", "ray://head.cluster:10001"])
+def test_a_cluster_of_others_is_an_address_and_keeps_its_own_rules(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert read_serve_settings({"cluster": where}).with_cluster(read_settings()).cluster == where
+    prepare_ray(where)
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+@pytest.mark.parametrize("where", ["ray://10.0.0.1", "ray://", "10.0.0.1:10001", ""])
+def test_an_address_that_is_none_is_refused(where: str) -> None:
+    with pytest.raises(InvalidRequestError, match="--cluster"):
+        read_serve_settings({"cluster": where})
+
+
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINT_CLUSTER", "local")
     monkeypatch.setattr(cluster_engine, "find_spec", lambda _name: None)

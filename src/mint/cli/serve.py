@@ -54,7 +54,8 @@ def serve(
     max_body_mb: Annotated[int | None, typer.Option(help="the largest request, in MiB; 64 if not given")] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="local: several processes of this machine train and sample")
+        str | None,
+        typer.Option(help="several processes train and sample: local (this machine), auto (this Ray), ray://HOST:PORT"),
     ] = None,
     trainers: Annotated[
         int | None, typer.Option(help="with --cluster: how many processes train; 2 if not given")

@@ -7,6 +7,7 @@ snapshots and the journal, as after a restart, and sampling goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mint.cluster.groups import RankGroup, RankLostError
 from mint.cluster.local_sampling import LocalSampling
 from mint.cluster.packed_values import PackedData, PackedResult
 from mint.cluster.rank import Work
+from mint.cluster.ray_runtime import HERE, Place
 from mint.cluster.replica import OpenReplica
 from mint.cluster.replicas import Replicas
 from mint.engine.protocol import (
@@ -41,6 +43,9 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, NotFoundError
 
 log = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
+"""How often ranks are started before a request that needs them fails."""
 
 DECIDES_BITS = (
     "torch",
@@ -67,18 +72,22 @@ class ClusterEngine:
 
     lanes = 2
 
-    def __init__(self, own: TorchEngine, open_engine: OpenReplica, trainers: int, *, samplers: int = 0) -> None:
+    def __init__(
+        self, own: TorchEngine, open_engine: OpenReplica, trainers: int, *, samplers: int = 0, place: Place = HERE
+    ) -> None:
         """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
 
         `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
-        the first sample.
+        the first sample, at `place`.
         """
         self._own = own
+        self._place = place
         self._open_engine = open_engine
         self._trainers = trainers
         self._sampling: LocalSampling | Replicas
         if samplers:
-            self._sampling = Replicas(open_engine, samplers, check_base=partial(self._require_same, "a replica"))
+            check_base = partial(self._require_same, "a replica")
+            self._sampling = Replicas(open_engine, samplers, check_base=check_base, place=place)
         else:
             self._sampling = LocalSampling(own)
         self._group: RankGroup | None = None
@@ -300,8 +309,15 @@ class ClusterEngine:
 
     def _started(self) -> RankGroup:
         if self._group is None:
-            self._group = self._guard(lambda: RankGroup(self._open_engine, self._trainers))
+            self._group = self._guard(self._start_group)
         return self._group
+
+    def _start_group(self) -> RankGroup:
+        """Starts the ranks, and tries again: for some seconds, Ray places processes on a node that is lost."""
+        for _ in range(START_ATTEMPTS - 1):
+            with contextlib.suppress(RankLostError):
+                return RankGroup(self._open_engine, self._trainers, place=self._place)
+        return RankGroup(self._open_engine, self._trainers, place=self._place)
 
     def _guard(self, call: Any) -> Any:
         try:

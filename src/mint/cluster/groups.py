@@ -6,12 +6,8 @@ ended (`RankLostError`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import shutil
-import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,14 +20,18 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mint.cluster.answers import Answer
+from mint.cluster.processes import Process, end_process
 from mint.cluster.rank import OpenEngine, Rank, Work
-from mint.cluster.ray_runtime import RANK, InOnePiece, RayStartError, first_line, start_ray
+from mint.cluster.ray_runtime import HERE, RANK, InOnePiece, Place, RayStartError, first_line, start_ray
 from mint.engine.reductions.division import PeerFailedError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 """The longest time in which the ranks of a group start: each loads torch, and joins the others."""
+
+PLACE_TIMEOUT_S = 20.0
+"""How long the ranks of a group wait for processors in a Ray that others use, too. Then fewer of them start."""
 
 HEARTBEAT_S = 2.0
 """How often the ranks are asked for a sign of life while they work."""
@@ -47,32 +47,36 @@ class RankLostError(RuntimeError):
 class RankGroup:
     """The ranks of one group. One thread at a time uses it."""
 
-    def __init__(self, open_engine: OpenEngine, world: int, *, silence_s: float = SILENCE_S) -> None:
-        """Starts `world` ranks; returns when all have joined. Starts Ray first, if it does not run.
+    def __init__(
+        self, open_engine: OpenEngine, world: int, *, place: Place = HERE, silence_s: float = SILENCE_S
+    ) -> None:
+        """Starts `world` ranks, or fewer if there is no room for so many; returns when all have joined. Starts Ray
+        first, if it does not run.
 
         Raises:
-            RankLostError: a rank has died as it started.
+            RankLostError: a rank has died as it started, or there is no room for one.
             Exception: what an engine has raised as it was made.
         """
-        self.world = world
-        self.pids: list[int] = []
         self._silence_s = silence_s
+        self._processes: list[Process] = []
+        self._ranks: list[Any] = []
         try:
-            start_ray()
+            start_ray(place)
+            self._placement = _place(place, world)
         except RayStartError as error:
             raise RankLostError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
-        self._placement = placement_group([{RANK: 1}] * world, strategy="PACK")
+        self.world = world = self._placement.bundle_count
         # A thread gives signs of life, beside the one that works.
-        remote = ray.remote(num_cpus=0, resources={RANK: 1}, max_restarts=0, concurrency_groups={"health": 1})(Rank)
-        actor = remote.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement),
-            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": _loopback()}},
-        )
-        self._ranks: list[Any] = [actor.remote(open_engine) for _ in range(world)]
-        store = str(self._folder / "store")
+        remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
+        actor = remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement))
+        self._ranks = [actor.remote(open_engine) for _ in range(world)]
         try:
-            joining = [own.join.remote(rank, world, store) for rank, own in enumerate(self._ranks)]
+            if place.is_local:
+                meeting = f"file://{self._folder / 'store'}"
+            else:
+                meeting = ray.get(self._ranks[0].meeting.remote(), timeout=START_TIMEOUT_S)
+            joining = [own.join.remote(rank, world, meeting) for rank, own in enumerate(self._ranks)]
             answers = ray.get(joining, timeout=START_TIMEOUT_S)
         except RayError as error:  # also that the time is over
             self._lose(f"a rank could not start: {str(error).strip().splitlines()[-1]}", error)
@@ -80,8 +84,13 @@ class RankGroup:
             if answer.error is not None:
                 self.close()
                 raise answer.error
-        self.pids = [answer.value for answer in answers]
+        self._processes = [answer.value for answer in answers]
         log.info("%d ranks train together: processes %s", world, ", ".join(map(str, self.pids)))
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, each as it is known on its machine."""
+        return [own.pid for own in self._processes]
 
     def run(self, work: Work) -> Any:
         """Does the work on every rank; returns the value of the first one.
@@ -98,11 +107,9 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends all ranks at once, also frozen ones."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # a frozen process does not read what Ray sends it
-        for own in self._ranks:
-            ray.kill(own)
+        known = self._processes or [None] * len(self._ranks)
+        for actor, process in zip(self._ranks, known, strict=True):
+            end_process(actor, process)
         remove_placement_group(self._placement)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -138,8 +145,7 @@ class RankGroup:
                     if running[rank] in waiting and silence_s > self._silence_s:
                         self._lose(f"rank {rank} (process {self.pids[rank]}) is silent since {silence_s:.0f} s")
                     if rank not in asked.values():
-                        ask = self._ranks[rank].is_alive.options(concurrency_group="health")
-                        asked[ask.remote()] = rank
+                        asked[self._ranks[rank].is_alive.remote()] = rank
             return ray.get(list(running))
         except RayError as error:
             self._lose(f"a rank has died: {first_line(error)}", error)
@@ -149,6 +155,19 @@ class RankGroup:
         raise RankLostError(reason) from error
 
 
-def _loopback() -> str:
-    """The name of the network interface of this machine alone."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+def _place(place: Place, world: int) -> Any:
+    """A placement group for `world` ranks, or for as many as there is room for.
+
+    Raises:
+        RankLostError: there is no room for one.
+    """
+    while True:
+        placement = placement_group([place.takes(RANK)] * world, strategy="PACK")
+        if placement.wait(PLACE_TIMEOUT_S):
+            return placement
+        remove_placement_group(placement)
+        fewer = min(world - 1, place.free(RANK))
+        if fewer < 1:
+            raise RankLostError(f"Ray has no {place.takes(RANK)} free for a rank")
+        log.warning("there is no room for %d ranks, so %d train together; the results are the same", world, fewer)
+        world = fewer

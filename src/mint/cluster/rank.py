@@ -6,15 +6,16 @@ All ranks hold the same models and do the same work in the same order. `groups` 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.distributed_c10d as dist
 
 from mint.cluster.answers import Answer, portable
-from mint.cluster.ray_runtime import InOnePiece
+from mint.cluster.processes import Process, free_port, interface_of, loopback, node_address
+from mint.cluster.ray_runtime import InOnePiece, on_thread
 from mint.cluster.sums import Ranks
+from mint.config import use_interface
 from mint.engine.protocol import Engine
 from mint.engine.reductions.division import PeerFailedError, Peers
 from mint.errors import MintError
@@ -35,16 +36,23 @@ class Rank:
         self._open_engine = open_engine
         self._engine: Engine | None = None
 
-    def join(self, rank: int, world: int, store: str) -> Answer:
-        """Joins the group of all ranks, which meet in the file `store`, and makes the engine: the answer is the process
-        id."""
+    def meeting(self) -> str:
+        """Where all ranks of a group on several machines meet: an address of this process."""
+        return f"tcp://{node_address()}:{free_port()}"
+
+    def join(self, rank: int, world: int, meeting: str) -> Answer:
+        """Joins the group of all ranks, which meet in a file (`file://…`) or at an address of the first one, and makes
+        the engine: the answer is the `Process`."""
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            interface = loopback() if meeting.startswith("file:") else interface_of(node_address())
+            if interface is not None:
+                use_interface(interface)
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
             self._engine = self._open_engine(Ranks())
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
             return Answer(error=portable(error))
-        return Answer(os.getpid())
+        return Answer(Process.of_this_actor())
 
     def run(self, work: Work, *, keeps_value: bool) -> InOnePiece:
         """Does the work; its value is left out of the `Answer` if nobody needs that of this rank."""
@@ -60,6 +68,7 @@ class Rank:
             return Answer(error=portable(error))
         return Answer(value if keeps_value else None)
 
+    @on_thread("health")
     def is_alive(self) -> bool:
         """True, from a process that is not frozen. Another thread than that of `run` answers."""
         return True

@@ -1,4 +1,4 @@
-"""Ray on this machine: started for the processes of a cluster, stopped when the program ends; how values are sent."""
+"""Ray: started on this machine, or joined where it runs; which part of it a process takes; how values are sent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import cloudpickle
@@ -26,10 +27,55 @@ SMALL_BYTES = 1 << 16
 """Smaller arrays are sent in one piece with what they are in."""
 
 _starting = threading.Lock()
+_joined: str | None = None
 
 
 class RayStartError(RuntimeError):
-    """Ray could not start on this machine."""
+    """Ray could not start on this machine, or does not answer at its address."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the processes of a cluster run.
+
+    `address` is `local` (a Ray of its own on this machine, which ends with the program), `auto` (the Ray in which this
+    program runs, as a job or on a node) or `ray://HOST:PORT` (another one, by its client server). There, each process
+    takes `cpus` processors.
+    """
+
+    address: str = "local"
+    cpus: int = 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes are on this machine, and nobody else uses Ray."""
+        return self.address == "local"
+
+    def takes(self, kind: str) -> dict[str, float]:
+        """What one process of a kind (`RANK`, `REPLICA`) takes of Ray's resources."""
+        return {kind: 1} if self.is_local else {"CPU": self.cpus}
+
+    def options(self, kind: str) -> dict[str, Any]:
+        """The same as options of an actor."""
+        if self.is_local:
+            return {"num_cpus": 0, "resources": self.takes(kind)}
+        return {"num_cpus": self.cpus}
+
+    def free(self, kind: str) -> int:
+        """How many processes of a kind could start now."""
+        available = ray.available_resources()
+        return min(int(available.get(name, 0) // amount) for name, amount in self.takes(kind).items())
+
+
+HERE = Place()
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_thread(name: str, *, has_answer: bool = True) -> Callable[[Method], Method]:
+    """A method of an actor that one of the actor's further threads runs, that of this name."""
+    return ray.method(concurrency_group=name, num_returns=1 if has_answer else 0)
 
 
 class InOnePiece:
@@ -60,15 +106,19 @@ def _unpickle(pickled: bytes, apart: Sequence[Any]) -> Any:
     return cloudpickle.loads(pickled, buffers=apart)
 
 
-def start_ray() -> None:
-    """Starts Ray on this machine, unless it runs already. Any thread may call.
+def start_ray(place: Place) -> None:
+    """Starts Ray on this machine or joins another one, unless that has been done. Any thread may call.
 
     Raises:
-        RayStartError: it could not start.
+        RayStartError: it could not start, or does not answer.
     """
+    global _joined
     with _starting:
         if not ray.is_initialized():
-            _start()
+            _start(place)
+            _joined = place.address
+        elif place.address != _joined:
+            raise RayStartError(f"this program uses Ray at {_joined}, so it cannot use it at {place.address}, too")
 
 
 def first_line(error: Exception) -> str:
@@ -76,25 +126,18 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _start() -> None:
+def _start(place: Place) -> None:
     started = threading.Event()
     failure: list[Exception] = []
-    folder = tempfile.mkdtemp(prefix="mint-ray-")  # private, and short enough for names of sockets
-    atexit.register(_stop_ray, folder)
+    folder = tempfile.mkdtemp(prefix="mint-ray-") if place.is_local else None  # private, and short: sockets are in it
+    atexit.register(_leave_ray, folder)
 
     def start() -> None:
         try:
-            ray.init(
-                address="local",
-                num_cpus=1,  # Ray starts as many workers at once; ranks and replicas have places of their own
-                resources={RANK: MAX_PROCESSES, REPLICA: MAX_PROCESSES},
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=folder,
-            )
+            if folder is None:
+                ray.init(address=place.address, log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                _start_here(folder)
         except Exception as error:  # the boundary: Ray raises plain ones
             log.exception("Ray could not start")
             failure.append(error)
@@ -108,10 +151,26 @@ def _start() -> None:
     threading.Thread(target=start, name="mint-ray", daemon=True).start()
     started.wait()
     if failure:
-        raise RayStartError(f"Ray could not start: {first_line(failure[0])}") from failure[0]
+        where = "Ray could not start" if place.is_local else f"no Ray answers at {place.address}"
+        raise RayStartError(f"{where}: {first_line(failure[0])}") from failure[0]
 
 
-def _stop_ray(folder: str) -> None:
-    """Ends Ray's processes, and removes what they have written."""
+def _start_here(folder: str) -> None:
+    ray.init(
+        address="local",
+        num_cpus=1,  # Ray starts as many workers at once; ranks and replicas have places of their own
+        resources={RANK: MAX_PROCESSES, REPLICA: MAX_PROCESSES},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=folder,
+    )
+
+
+def _leave_ray(folder: str | None) -> None:
+    """Ends Ray's processes, and removes what they have written; another's Ray goes on."""
     ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,6 @@ The engine has a thread of its own. Orders arrive on another one and are done be
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mint.cluster.answers import Answer, portable
-from mint.cluster.ray_runtime import InOnePiece
+from mint.cluster.processes import Process
+from mint.cluster.ray_runtime import InOnePiece, on_thread
 from mint.cluster.versions import Layout, unpacked
 from mint.engine.protocol import BaseInfo, LoraSpec, SampleBatch, SampleJob, SampleResult, TokenListener
 from mint.engine.reductions.division import ALONE, Peers
@@ -118,7 +118,7 @@ class Replica:
         self._tokens_since = 0.0
 
     def open(self) -> Answer:
-        """Makes the engine, and starts to work: the answer is the process id."""
+        """Makes the engine, and starts to work: the answer is the `Process`."""
         opened = threading.Event()
         failure: list[Exception] = []
 
@@ -136,13 +136,15 @@ class Replica:
 
         threading.Thread(target=work, name="mint-replica", daemon=True).start()
         opened.wait()
-        return Answer(os.getpid(), failure[0] if failure else None)
+        return Answer(Process.of_this_actor(), failure[0] if failure else None)
 
+    @on_thread("orders", has_answer=False)
     def do(self, orders: Sequence[Order], *vectors: np.ndarray) -> None:
         """Takes orders, and the weights for them."""
         for order in orders:
             self._orders.put((order, vectors))
 
+    @on_thread("news")
     def news(self, timeout_s: float) -> InOnePiece:
         """Waits for `News`, at most `timeout_s`."""
         until = time.monotonic() + timeout_s

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +19,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from mint.cluster.ray_runtime import REPLICA, InOnePiece, first_line, start_ray
+from mint.cluster.processes import Process, end_process
+from mint.cluster.ray_runtime import HERE, REPLICA, InOnePiece, Place, first_line, start_ray
 from mint.cluster.replica import (
     AddJob,
     CancelJob,
@@ -87,7 +86,7 @@ class _Member:
     state: ReplicaState
     asked: Any  # the reference to what it was asked last: its start, then news
     silent_since: float
-    pid: int | None = None  # once it has started
+    process: Process | None = None  # once it has started
     jobs: dict[int, _Job] = field(default_factory=dict)
     bases: set[str] = field(default_factory=set)
     vocabularies: set[int] = field(default_factory=set)
@@ -95,6 +94,11 @@ class _Member:
     vectors: list[Any] = field(default_factory=list)
     counters: Mapping[str, int] = field(default_factory=dict)
     kv_pages: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once it has started."""
+        return None if self.process is None else self.process.pid
 
 
 class Replicas:
@@ -106,6 +110,7 @@ class Replicas:
         replicas: int,
         *,
         check_base: Callable[[BaseInfo], None],
+        place: Place = HERE,
         lora_limit_bytes: int = LORA_LIMIT_BYTES,
         silence_s: float = SILENCE_S,
     ) -> None:
@@ -116,10 +121,11 @@ class Replicas:
         self._open_engine = open_engine
         self._wanted = replicas
         self._check_base = check_base
+        self._place = place
         self._lora_limit_bytes = lora_limit_bytes
         self._silence_s = silence_s
         self._paths: dict[str, str] = {}
-        self._versions = Versions(_store)
+        self._versions = Versions(self._store)
         self._members: dict[int, _Member] = {}
         self._waiting: deque[_Job] = deque()
         self._numbers = count()
@@ -193,7 +199,7 @@ class Replicas:
     def close(self) -> None:
         """Ends all replicas. They start again with the next job."""
         for member in self._members.values():
-            _end(member)
+            end_process(member.actor, member.process)
         self._members.clear()
 
     # --- jobs ----------------------------------------------------------------------------------------------------
@@ -288,8 +294,7 @@ class Replicas:
         if member.orders:
             orders, vectors = member.orders, member.vectors
             member.orders, member.vectors = [], []
-            do = member.actor.do.options(num_returns=0, concurrency_group="orders")
-            do.remote(InOnePiece(orders), *vectors)
+            member.actor.do.remote(InOnePiece(orders), *vectors)
 
     # --- news ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +320,7 @@ class Replicas:
                 if answer.error is not None:
                     self._lose(member, f"could not start: {answer.error}")
                     raise answer.error
-                member.pid = answer.value
+                member.process = answer.value
                 self._failed_starts = 0
                 log.info("a replica samples: process %d", member.pid)
             self._ask(member)
@@ -327,7 +332,7 @@ class Replicas:
                 self._lose(member, f"is silent since {now - member.silent_since:.0f} s")
 
     def _ask(self, member: _Member) -> None:
-        member.asked = member.actor.news.options(concurrency_group="news").remote(HEARTBEAT_S)
+        member.asked = member.actor.news.remote(HEARTBEAT_S)
 
     def _hear(self, member: _Member, news: News) -> None:
         member.counters, member.kv_pages = news.counters, news.kv_pages
@@ -375,18 +380,22 @@ class Replicas:
     def _start_missing(self) -> None:
         if len(self._members) >= self._wanted:
             return
-        start_ray()
+        start_ray(self._place)
         groups = {"orders": 1, "news": 1}
-        remote = ray.remote(num_cpus=0, resources={REPLICA: 1}, max_restarts=0, concurrency_groups=groups)(Replica)
+        remote = ray.remote(**self._place.options(REPLICA), max_restarts=0, concurrency_groups=groups)(Replica)
         while len(self._members) < self._wanted:
             number = next(self._numbers)
             actor: Any = remote.remote(self._open_engine)
             state = ReplicaState(self._lora_limit_bytes)
             self._members[number] = _Member(number, actor, state, actor.open.remote(), time.monotonic())
 
+    def _store(self, vector: np.ndarray) -> Any:
+        start_ray(self._place)
+        return ray.put(vector)
+
     def _lose(self, member: _Member, reason: str) -> None:
         """Ends a replica; its jobs wait for another one, the earliest first."""
-        _end(member)
+        end_process(member.actor, member.process)
         del self._members[member.number]
         self._losses += 1
         self._ended_counters.update(member.counters)
@@ -448,15 +457,3 @@ class ReplicaBatch:
         for key in results:
             del self._jobs[key]
         return results
-
-
-def _store(vector: np.ndarray) -> Any:
-    start_ray()
-    return ray.put(vector)
-
-
-def _end(member: _Member) -> None:
-    if member.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member.pid, signal.SIGKILL)  # a frozen process does not read what Ray sends it
-    ray.kill(member.actor)

@@ -1,4 +1,5 @@
-"""Makes the engine of `--cluster local`: ranks on this machine that train, and replicas or this process that sample."""
+"""Makes the engine of `--cluster`: ranks that train, on this machine or in a Ray cluster, and replicas or this process
+that sample."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class OpenTorchEngine(Protocol):
 
 
 def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterEngine:
-    """The engine of a cluster on this machine.
+    """The engine of a cluster.
 
     Raises:
         MissingExtraError: the `local` or the `cluster` extra is not installed.
@@ -37,7 +38,8 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
     """
     if find_spec("ray") is None:
         raise MissingExtraError("several processes need ray", remedy="pip install 'mint[local,cluster]'")
-    prepare_ray()
+    assert settings.cluster is not None, "nobody asks for a cluster"
+    prepare_ray(settings.cluster)
     rows = settings.micro_batch_rows or MICRO_BATCH_ROWS
     # Ranks and replicas get neither the key for a server nor that of a judge.
     own = settings.model_copy(update={"micro_batch_rows": rows, "api_key": None, "judge_api_key": None})
@@ -51,10 +53,15 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         )
     make_record = logging.getLogRecordFactory()
     from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import
+    from mint.cluster.ray_runtime import Place
 
     logging.setLogRecordFactory(make_record)  # Ray's adds a field to every line of this process's log
     return ClusterEngine(
-        engine, partial(_process_engine, own, open_engine), settings.trainers, samplers=settings.samplers
+        engine,
+        partial(_process_engine, own, open_engine),
+        settings.trainers,
+        samplers=settings.samplers,
+        place=Place(settings.cluster, cpus=settings.threads),
     )
 
 
