@@ -248,6 +248,8 @@ def test_commands_that_read_a_run_take_one_of_any_recipe(prompts: str, tmp_path:
     )
     assert mint("plot", str(tmp_path), "-o", str(tmp_path / "curve.png")).exit_code == 0
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    diagnosed = mint("diagnose", str(tmp_path))
+    assert diagnosed.exit_code == 0 and "about rewards; this run has none" in " ".join(diagnosed.output.split())
     refused = mint("rollouts", str(tmp_path))
     assert refused.exit_code == 1 and "has no rollouts. Only RL runs have them" in " ".join(refused.output.split())
 

@@ -247,7 +247,9 @@ def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: 
         ("config.json", '{"a":'),
         ("config.json", "[3]"),
         ("metrics.jsonl", '{"reward/mean": 1}\n'),
+        ("metrics.jsonl", '{"step": 1, "reward/mean": "many"}\n'),
         ("evaluations.jsonl", '{"step": "two", "when": "after"}\n'),
+        ("evaluations.jsonl", '{"step": 1, "when": "after", "mean": 1, "low": 1, "high": 1, "n": 1}\n'),
     ],
 )
 def test_a_damaged_run_is_listed_as_unreadable_beside_the_others(

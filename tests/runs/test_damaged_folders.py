@@ -43,11 +43,20 @@ def write(folder: Path, **damaged: str) -> Path:
     return folder
 
 
-DAMAGED_CONFIGS = ['{"a":', "[3]", "3", "\udcff", '{"steps": "many"}']
+DAMAGED_CONFIGS = [
+    *('{"a":', "[3]", "3", "\udcff", '{"steps": "many"}', '{"max_tokens": [1]}', '{"grader_timeout_s": {}}'),
+    *('{"task_spec": [1]}', '{"reward_range": 3}'),
+]
 DAMAGED_ROWS = [
     ("metrics", '{"reward/mean": 1}\n'),
     ("metrics", '{"step": "two"}\n'),
     ("metrics", '{"step": NaN}\n'),
+    ("metrics", '{"step": 2, "reward/mean": "many"}\n'),
+    ("metrics", '{"step": 2, "time/train_s": null}\n'),
+    ("evaluations", json.dumps({**GOOD["evaluations.jsonl"], "low": None}) + "\n"),
+    ("evaluations", json.dumps({**GOOD["evaluations.jsonl"], "set": None}) + "\n"),
+    ("evaluations", json.dumps({**GOOD["evaluations.jsonl"], "temperature": "hot"}) + "\n"),
+    ("evaluations", json.dumps({**GOOD["evaluations.jsonl"], "checkpoint": [1]}) + "\n"),
     ("evaluations", '{"step": "two", "when": "during", "mean": 1.0}\n'),
     ("evaluations", '{"step": 2, "mean": 1.0}\n'),
     ("findings", '{"step": 2}\n'),
@@ -91,8 +100,39 @@ def test_a_bisection_of_a_damaged_run_names_the_file(tmp_path: Path) -> None:
             bisect_run(folder, "heldout", lambda path: {})
 
 
-def test_a_run_is_not_resumed_from_a_damaged_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"step":', "cannot be read"),
+        ('{"step": 1, "checkpoint": "mint://one"}', "has no object as `totals`"),
+        ('{"step": 1, "checkpoint": "mint://one", "totals": {"samples": "many"}}', "as `totals`, not numbers"),
+        ('{"step": 1, "checkpoint": "mint://one", "totals": {}, "state": 3}', "has no object as `state`"),
+    ],
+)
+def test_a_run_is_not_resumed_from_a_damaged_state(tmp_path: Path, text: str, said: str) -> None:
     folder = write(tmp_path / "run")
-    (folder / "state.json").write_text('{"step":')
-    with pytest.raises(InvalidRequestError, match=r"file = .*/state.json: cannot be read .*delete it"):
+    (folder / "state.json").write_text(text)
+    with pytest.raises(InvalidRequestError, match=f"file = .*/state.json: .*{said}.*delete it"):
         RunLog(folder).start(GOOD["config.json"], resume=True)
+    assert RunReader(folder).summary().step == 1, "a folder with a damaged state can be read"
+
+
+@pytest.mark.parametrize("field", ["pid", "began_at", "outcome", "error"])
+def test_a_damaged_record_of_the_process_is_like_none(tmp_path: Path, field: str) -> None:
+    folder = write(tmp_path / "run")
+    process = {"pid": 1, "host": "h", "began_at": 1.0, "ended_at": 2.0, "outcome": "failed", "error": "some"}
+    (folder / "process.json").write_text(json.dumps(process))
+    assert RunReader(folder).summary().state == "failed"
+    (folder / "process.json").write_text(json.dumps({**process, field: {"a": 1}}))
+    assert RunReader(folder).summary().state == "died"
+
+
+def test_a_supervised_run_has_no_findings_of_rewards(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    loss = {"step": 1, "when": "after", "metric": "loss", "mean": 0.5, "low": 0.4, "high": 0.6, "n": 8}
+    (folder / "evaluations.jsonl").write_text(
+        json.dumps({**loss, "step": 0, "when": "before"}) + "\n" + json.dumps(loss)
+    )
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    (folder / "findings.jsonl").unlink()
+    assert diagnose_run(folder) == []

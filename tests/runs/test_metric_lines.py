@@ -73,14 +73,20 @@ def test_names_that_are_escaped_more_than_they_must_be_are_found(tmp_path: Path)
     assert lines.column("größe") == [step / 2 for step in range(1, 9)]
 
 
-@pytest.mark.parametrize(
-    "odd", [{"extra": 1.0}, {"time/train_s": None}, {"time/train_s": {"reward/mean": 1.0}}, {"time/train_s": "text"}]
-)
-def test_a_log_whose_rows_differ_is_decoded(tmp_path: Path, odd: dict[str, Any]) -> None:
+def test_a_log_whose_rows_differ_is_decoded(tmp_path: Path) -> None:
     rows = [row_of(step) for step in range(1, 6)]
-    rows[2] |= odd
+    rows[2] |= {"extra": 1.0}
     assert MetricLines.open(written(tmp_path, rows)) is None
     assert RunReader(tmp_path).columns(["step"], most=3)["step"] == [1.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("odd", [None, {"reward/mean": 1.0}, "text"])
+def test_a_log_with_something_else_than_a_number_is_refused(tmp_path: Path, odd: Any) -> None:
+    rows: list[dict[str, Any]] = [row_of(step) for step in range(1, 6)]
+    rows[2]["time/train_s"] = odd
+    written(tmp_path, rows)
+    with pytest.raises(InvalidRequestError, match=r"metrics\.jsonl: .*has no number as `time/train_s`"):
+        RunReader(tmp_path).columns(["step"], most=3)
 
 
 def test_a_reader_of_a_long_log_keeps_up_when_it_grows(tmp_path: Path) -> None:

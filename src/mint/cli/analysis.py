@@ -94,12 +94,18 @@ def diagnose(
 ) -> None:
     """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
     from mint.rl.analysis.report import print_findings, print_token_counts
-    from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
+    from mint.rl.analysis.run_analysis import (  # deferred: `mint --help` answers at once
+        diagnose_run,
+        has_rewards,
+        run_token_counts,
+    )
     from mint.runs.reader import RunReader
 
     try:
         folder = find_run(run)
-        summary = RunReader(folder).summary()
+        reader = RunReader(folder)
+        summary = reader.summary()
+        is_rl = has_rewards(reader)
         findings = diagnose_run(folder)
         ledger, items = run_token_counts(folder)
     except MintError as error:
@@ -108,9 +114,16 @@ def diagnose(
     has_failed = summary.state in ("failed", "died")
     if has_failed:
         people.print(Text.assemble((summary.state, "red"), f": {one_line(summary.notice)}"), soft_wrap=True)
-    if findings or not has_failed:
+    if findings or (is_rl and not has_failed):
         print_findings(people, findings)
-    print_token_counts(people, ledger, items)
+    if is_rl:
+        print_token_counts(people, ledger, items)
+    else:
+        people.print(
+            f"The rules of the diagnosis are about rewards; this run has none. Its losses: mint runs show {folder}",
+            soft_wrap=True,
+            highlight=False,
+        )
     if as_json:
         found = [finding.to_dict() for finding in findings]
         typer.echo(

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from mint.errors import InvalidRequestError
-from mint.runs.damage import check_rows, read_config, read_object, read_row
+from mint.runs.damage import read_config, read_row, read_state
 from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_file
 from mint.runs.rollout_index import INDEX, RolloutIndex, step_entries
 from mint.runs.rollout_lines import ROLLOUTS
@@ -151,12 +151,7 @@ class RunLog:
 
     def _read_state(self) -> ResumePoint | None:
         path = self.folder / "state.json"
-        if not path.exists():
-            return None
-        remedy = "Restore it from a copy, or delete it: the run then starts again at step 1"
-        point = read_object(path, remedy=remedy)
-        check_rows(path, [point])
-        return ResumePoint(**point)
+        return ResumePoint(**read_state(path)) if path.exists() else None
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from mint.runs.json_lines import encode_line, replace_file
 
@@ -79,9 +79,22 @@ def read_process(folder: Path) -> RunProcess | None:
     """The process of a run; None if there is no such file (older versions wrote none) or it cannot be read."""
     try:
         found = dict(json.loads((folder / PROCESS).read_bytes()))
-        return RunProcess(**{each.name: found[each.name] for each in fields(RunProcess)})
+        process = RunProcess(**{each.name: found[each.name] for each in fields(RunProcess)})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    return process if _is_sound(process) else None
+
+
+def _is_sound(process: RunProcess) -> bool:
+    """Whether the values have the types of their fields: the file may be damaged."""
+    return (
+        isinstance(process.pid, int)
+        and isinstance(process.host, str)
+        and isinstance(process.began_at, int | float)
+        and isinstance(process.ended_at, int | float | None)
+        and process.outcome in (None, *get_args(Outcome))
+        and isinstance(process.error, str | None)
+    )
 
 
 def run_state(process: RunProcess | None, *, is_complete: bool, updated_at: float, now: float) -> State:

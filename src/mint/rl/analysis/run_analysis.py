@@ -49,13 +49,16 @@ class _RolloutsByStep(Mapping[int, list[Row]]):
 
 def diagnose_run(folder: Path) -> list[Finding]:
     """Diagnoses the whole log of a run; adds the findings of the live run that the log alone does not show, and leaves
-    out those that the end of the run contradicts.
+    out those that the end of the run contradicts. The rules are about rewards: of a run without them, only the findings
+    of the live run.
 
     Raises:
         NotFoundError: the folder holds no run.
     """
     reader = RunReader(folder)
     noted = [Finding(**row) for row in reader.findings()]
+    if not has_rewards(reader):
+        return sorted(noted, key=lambda one: one.step)
     record = RunRecord(
         config=reader.config,
         metrics=reader.metrics(),
@@ -67,6 +70,12 @@ def diagnose_run(folder: Path) -> list[Finding]:
     codes = {finding.code for finding in found}
     findings = [*found, *(finding for finding in noted if finding.code not in codes)]
     return sorted((one for one in findings if not is_contradicted(one, record)), key=lambda one: one.step)
+
+
+def has_rewards(reader: RunReader) -> bool:
+    """Whether the diagnosis has rules for a run: False for one of SFT, DPO or distillation that has taken a step."""
+    metrics = reader.metrics()
+    return not metrics or any("reward/mean" in row for row in metrics)
 
 
 def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regression:
