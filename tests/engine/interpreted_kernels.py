@@ -218,6 +218,23 @@ def test_experts_together_give_what_the_loop_over_experts_gives(tmp_path: Path) 
     lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.1)
     x, runs = _random(21, decoder.config.hidden_size), [LoraRows(0, 9, None), LoraRows(9, 21, lora)]
     _close(grouped(x, runs), decoder.mixtures[0](x, runs), torch.float32)
+    with torch.inference_mode(mode=False):
+        loras = [new_lora(decoder, LoraSpec(rank, 0, True, True, False)) for rank in (5, 3)]
+        for seed, own in enumerate(loras):
+            own.flat.copy_(_random(len(own.flat), seed=seed) * 0.1)
+    cache = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 22)
+    positions, table = np.array([3, 0, 17]), np.arange(3)[:, None]
+    runs = [LoraRows(0, 1, loras[0]), LoraRows(1, 2, None), LoraRows(2, 3, loras[1])]
+    expected = EagerSteps(decoder, cache).open(table, table[:, 0], positions, runs).run(positions, positions)
+    for layer in decoder.mixtures:
+        mlp, norm = decoder.weights.layers[layer].mlp, decoder.weights.layers[layer].mlp_norm
+        assert isinstance(mlp, MixtureWeights) and norm is not None
+        decoder.mixtures[layer] = GroupedMixtureOfExperts(
+            decoder.operations, KERNELS, mlp, norm, layer, decoder.config, mixture, decoder.loras
+        )
+    graphs = StepGraphs(decoder, cache, KERNELS, capture=False, buckets=(64,))
+    found = graphs.open(table, table[:, 0], positions, runs).run(positions, positions)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [70, 64])

@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decoders import new_lora, open_decoder
 from small_models import write_model
 from torch import Tensor
 
-from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs
-from mint.engine.cuda.lora_slots import TILE_ROWS
+from mint.engine.cuda.graph_step import StepGraphs
+from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs, tile_step_pairs
+from mint.engine.cuda.lora_slots import TILE_ROWS, common_spec
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.lora import LoraRows
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.protocol import LoraSpec
+from mint.engine.sampling.decode_step import EagerSteps
+from mint.engine.sampling.kv_cache import KVCache
 
 WIDTHS: dict[str, Any] = {"num_experts": 20, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -91,3 +95,70 @@ def test_with_a_gradient_it_is_the_loop(tmp_path: Path) -> None:
 def test_nothing_is_read_back_from_the_device() -> None:
     pairs = tile_pairs(torch.zeros(64, 4, dtype=torch.int64, device="meta"), 20)
     assert pairs.experts.is_meta and pairs.experts.shape == ((64 * 4 + 20 * 15) // 16 * 16,)
+
+
+@pytest.mark.parametrize("loras", [0, 3])
+def test_each_expert_has_its_pairs_of_each_lora_in_tiles_of_their_own(loras: int) -> None:
+    count, rows = 7, 50
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.rand(rows, count, generator=generator).topk(3).indices
+        slots = torch.randint(-1, max(0, loras), (rows,), generator=generator).int()
+        is_padding = torch.rand(rows, generator=generator) < 0.3
+        pairs = tile_step_pairs(chosen, slots, is_padding, count, loras)
+        assert pairs.places.unique().numel() == chosen.numel()
+        real = pairs.places[~is_padding]
+        assert torch.equal(pairs.experts[real].long(), chosen[~is_padding])
+        assert torch.equal(pairs.slots[real], slots[~is_padding][:, None].expand_as(real))
+        assert (pairs.places[is_padding] >= pairs.ends[-1]).all() and (pairs.experts[pairs.ends[-1] :] == -1).all()
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), pairs.ends[:-1]])
+        for expert in range(count):
+            assert (pairs.experts[starts[expert] : pairs.ends[expert]] == expert).all()
+        assert (pairs.slots.view(-1, TILE_ROWS) == pairs.slots.view(-1, TILE_ROWS)[:, :1]).all()
+
+
+def _grouped_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    write_model(folder, "tied", family="qwen3_moe", **WIDTHS)
+    decoder = open_decoder(folder, dtype, device=device)
+    decoder.mixtures = {layer: _grouped(decoder, layer) for layer in decoder.mixtures}
+    return decoder
+
+
+@torch.inference_mode()
+def test_a_step_with_several_loras_has_the_logits_of_the_loop_over_experts(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="qwen3_moe", **WIDTHS)
+    loop, decoder = open_decoder(tmp_path, torch.float32), _grouped_decoder(tmp_path)
+    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    with torch.inference_mode(mode=False):
+        loras = [
+            new_lora(decoder, LoraSpec(rank, 0, attn, True, False)) for rank, attn in ((5, True), (2, False), (3, True))
+        ]
+        for lora in loras:
+            lora.flat.copy_(torch.randn(lora.flat.shape, generator=generator) * 0.1)
+    cache = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    for layer in range(decoder.config.num_hidden_layers):
+        for plane in cache.planes(layer):
+            plane[:64].copy_(torch.randn(plane[:64].shape, generator=generator))
+    graphs = StepGraphs(decoder, cache, PlainKernels(), capture=False, buckets=(64,))
+    for chosen in ([None], [loras[0]], [loras[0], None, loras[1], loras[2]], [loras[2], loras[0]]):
+        ends = np.cumsum(rng.integers(1, 12, len(chosen))).tolist()
+        runs = [LoraRows(a, b, lora) for a, b, lora in zip([0, *ends], ends, chosen, strict=False)]
+        table, positions = rng.permutation(64)[: ends[-1]][:, None], rng.integers(0, 60, ends[-1])
+        tokens = rng.integers(0, decoder.config.vocab_size, ends[-1])
+        found = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
+        expected = EagerSteps(loop, cache).open(table, table[:, 0], positions, runs).run(tokens, positions)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_captured_step_with_experts_waits_for_nothing(tmp_path: Path) -> None:
+    decoder = _grouped_decoder(tmp_path, torch.bfloat16, "meta")  # tensors without data cannot be read
+    cache = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    graphs = StepGraphs(decoder, cache, PlainKernels(), capture=False, buckets=(64,))
+    loras = [new_lora(decoder, LoraSpec(4, 0, True, True, False)) for _ in range(3)]
+    kind = common_spec(loras)
+    graphs.place(kind, loras)
+    inputs = torch.zeros((5, 64), dtype=torch.int32, device="meta")
+    rules = torch.zeros((4, 64), dtype=torch.float64, device="meta")
+    runs = [LoraRows(0, 64, loras[0])]
+    assert graphs.drawn(inputs, 1, kind, runs, rules, is_restricted=True).is_meta

@@ -18,7 +18,7 @@ from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM, FlexPackedAttention
 from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, FUSED, INVARIANT, OPTIMIZER, TRITON, Shapes
-from mint.engine.cuda.graph_step import StepGraphs, StepKernels
+from mint.engine.cuda.graph_step import StepGraphs, StepKernels, StepMixture
 from mint.engine.cuda.invariant_operations import InvariantOperations
 from mint.engine.cuda.operations import CudaOperations, FlexOperations, TrainingPasses
 from mint.engine.cuda.self_check import Verdict, check_paths
@@ -250,11 +250,16 @@ def _has_triton() -> bool:
 def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
     is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
-    return _fits_kernels(decoder.config) and not decoder.mixtures and not is_quantized
+    config = decoder.config
+    fits_mixtures = not any(
+        mixture is not None and mixture.shared_intermediate_size is not None
+        for mixture in map(config.experts_of, range(config.num_hidden_layers))
+    ) and all(isinstance(mixture, StepMixture) for mixture in decoder.mixtures.values())
+    return _fits_kernels(config) and fits_mixtures and not is_quantized
 
 
 def _fits_kernels(config: DecoderConfig) -> bool:
-    """Whether the kernels of the CUDA graphs compute all layers of such a model, if it has no experts."""
+    """Whether the kernels of the CUDA graphs compute all layers of such a model, but for its experts."""
     is_plain = len(set(config.ropes)) == 1 and config.rotary_dim == config.head_dim and not config.windows
     usual = Family(config.family.name)
     is_usual = config.family.norms == usual.norms and config.family.activation == usual.activation

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -125,10 +125,19 @@ class StepKernels(Protocol):
         ...
 
 
+@runtime_checkable
+class StepMixture(Protocol):
+    """Experts that a captured step can compute: nothing is read back, and all sizes are fixed."""
+
+    def run_step(self, x: Tensor, rows: StepContext, loras: LoraSlots | None) -> Tensor:
+        """x plus the weighted sum of the chosen experts of norm(x), both float32 [T, E]; padding has no experts."""
+        ...
+
+
 def run_layers(
     decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepContext, loras: LoraSlots | None
 ) -> Tensor:
-    """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
+    """Final hidden states (normed) [T, E]: what is captured."""
     weights = decoder.weights
     dtype = decoder.dtype
     eps = rows.eps
@@ -142,8 +151,8 @@ def run_layers(
     x = decoder.operations.take_rows(weights.embedding, rows.inputs[0], decoder.config.scales.embedding)
     for index, layer in enumerate(weights.layers):
         mixer = layer.mixer
-        if not isinstance(layer.mlp, MlpWeights) or not isinstance(mixer, AttentionWeights):
-            raise ValueError(f"layer {index} has experts or a delta net, whose steps are not captured")
+        if not isinstance(mixer, AttentionWeights):
+            raise ValueError(f"layer {index} has a delta net, whose steps are not captured")
         keys, values = cache.planes(index)
         if layer.attention_norm is None or layer.mlp_norm is None:
             raise ValueError(f"layer {index} lacks a norm, and such steps are not captured")
@@ -152,6 +161,12 @@ def run_layers(
         queries = kernels.heads(product, part(f"{index}.qkv", wide), mixer, rows, keys, values)
         wide, narrow = kernels.attend(queries, rows, keys, values)
         x = kernels.add(kernels.linear(narrow, mixer.o.dense()), x, part(f"{index}.o", wide))
+        if not isinstance(layer.mlp, MlpWeights):
+            mixture = decoder.mixtures[index]
+            if not isinstance(mixture, StepMixture):
+                raise ValueError(f"layer {index} loops over its experts, and such steps are not captured")
+            x = mixture.run_step(x, rows, loras)
+            continue
         wide, narrow = kernels.norm(x, layer.mlp_norm, eps, dtype)
         product = kernels.linear(narrow, layer.mlp.gate_up.dense())
         wide, narrow = kernels.swiglu(product, part(f"{index}.gate_up", wide))

@@ -3,28 +3,32 @@
 `MixtureOfExperts` runs two products for each expert, and has to read back how many rows each of them has. Here pairs of
 a row and an expert are sorted by expert into a layout of fixed size, in which each expert begins a tile of rows. One
 grouped product of torch computes all experts, and the kernels of captured steps add a lora's part, with the expert as
-the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). Several loras are one pass
-each. With a gradient, with biases, and in families whose activation is no SwiGLU, it is the loop over experts.
+the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). With a gradient, with biases,
+and in families whose activation is no SwiGLU, it is the loop over experts.
+
+In a captured step, the pairs are sorted by expert and then by lora, so that one pass has all loras of the batch, and
+rows of padding go to no expert. Elsewhere, several loras are one pass each.
 
 Letters: T rows · E hidden size · K experts per row · P pairs (T·K) · N experts · M rows of the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.cuda.graph_step import StepKernels
-from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
+from mint.engine.cuda.graph_step import StepContext, StepKernels
+from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart, LoraSlots
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import DenseMatrix, LoraLinears
-from mint.engine.model.mixture_of_experts import MixtureOfExperts
+from mint.engine.model.mixture_of_experts import MixtureOfExperts, route
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, MlpWeights, expert_site
 
@@ -53,6 +57,30 @@ def tile_pairs(chosen: Tensor, count: int) -> TiledPairs:
     experts = torch.searchsorted(ends, torch.arange(size, device=device), right=True)
     experts = experts.masked_fill(experts == count, -1)
     return TiledPairs(places.view(chosen.shape), ends.int(), experts.int())
+
+
+@dataclass(frozen=True)
+class StepPairs:
+    """The layout of pairs that are sorted by expert and then by lora: `places` [T, K], `ends` int32 [N] of each expert,
+    and for each place its expert and the slot of its lora, both int32 [M] (-1: none)."""
+
+    places: Tensor
+    ends: Tensor
+    experts: Tensor
+    slots: Tensor
+
+
+def tile_step_pairs(chosen: Tensor, slots: Tensor, is_padding: Tensor, count: int, loras: int) -> StepPairs:
+    """The layout of the experts `chosen` [T, K] out of `count`, of rows with the `slots` int32 [T] of `loras` loras
+    (-1: none). Rows that are padding, bool [T], lie behind all experts."""
+    kinds = loras + 1
+    groups = chosen * kinds + (slots.long() + 1)[:, None]
+    groups = groups.masked_fill(is_padding[:, None], count * kinds)
+    pairs = tile_pairs(groups, count * kinds + 1)
+    nobody = (pairs.experts < 0) | (pairs.experts == count * kinds)
+    experts = torch.where(nobody, -1, pairs.experts // kinds)
+    own = torch.where(nobody, -1, pairs.experts % kinds - 1)
+    return StepPairs(pairs.places, pairs.ends[kinds - 1 : count * kinds : kinds].contiguous(), experts, own)
 
 
 class GroupedMixtureOfExperts(MixtureOfExperts):
@@ -102,28 +130,50 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         for run in loras:
             rows = slice(run.start, min(run.stop, len(normed)))
             if rows.start < rows.stop:
-                self._add_experts(out[rows], normed[rows], routing_weights[rows], chosen[rows], run.weights)
+                pairs = tile_pairs(chosen[rows], self._count)
+                part = partial(self._part, run.weights, pairs.experts)
+                self._add_experts(out[rows], normed[rows], routing_weights[rows], pairs, part)
+        return out
+
+    def run_step(self, x: Tensor, rows: StepContext, loras: LoraSlots | None) -> Tensor:
+        """See `StepMixture`."""
+        normed, _ = self._kernels.norm(x, self._norm, self._eps, torch.float32)
+        routing_weights, chosen = route(self._weights.router.product(normed), self._mixture)
+        slots, is_padding = rows.slots, rows.inputs[1] < 0
+        if loras is None:
+            slots = torch.full_like(slots, -1)
+        pairs = tile_step_pairs(chosen, slots, is_padding, self._count, 0 if loras is None else loras.count)
+        out = x.clone()
+        self._add_experts(out, normed, routing_weights, pairs, partial(self._slots_part, loras, pairs))
         return out
 
     def _add_experts(
-        self, out: Tensor, normed: Tensor, routing_weights: Tensor, chosen: Tensor, lora: LoraWeights | None
+        self,
+        out: Tensor,
+        normed: Tensor,
+        routing_weights: Tensor,
+        pairs: TiledPairs | StepPairs,
+        part: Callable[[str, Tensor], LoraPart | None],
     ) -> None:
-        """Adds the weighted sum of each row's experts to `out` [T, E], which has one lora."""
-        pairs = tile_pairs(chosen, self._count)
+        """Adds the weighted sum of each row's experts to `out` [T, E]; `part` is the loras' of a product."""
         places, dtype = pairs.places, self._gate_up.dtype
         wide = normed.new_zeros(len(pairs.experts), normed.shape[1])
         wide.index_copy_(0, places.reshape(-1), normed.repeat_interleave(places.shape[1], dim=0))
         product = F.grouped_mm(wide.to(dtype), self._gate_up.mT, offs=pairs.ends)
-        wide, narrow = self._kernels.swiglu(product, self._part(lora, "gate_up", wide, pairs.experts))
+        wide, narrow = self._kernels.swiglu(product, part("gate_up", wide))
         product = F.grouped_mm(narrow, self._down.mT, offs=pairs.ends)
         nothing = torch.zeros(product.shape, device=product.device)
-        found = self._kernels.add(product, nothing, self._part(lora, "down", wide, pairs.experts))
+        found = self._kernels.add(product, nothing, part("down", wide))
         for choice in range(places.shape[1]):
             out.add_(found.index_select(0, places[:, choice]).mul_(routing_weights[:, choice : choice + 1]))
 
-    def _part(self, lora: LoraWeights | None, product: str, x: Tensor, experts: Tensor) -> LoraPart | None:
+    def _sites(self, product: str) -> list[str]:
+        """The sites of the first two experts, or of the only one."""
+        return [f"{expert_site(self._layer, expert)}.{product}" for expert in range(min(2, self._count))]
+
+    def _part(self, lora: LoraWeights | None, experts: Tensor, product: str, x: Tensor) -> LoraPart | None:
         """A lora's part of a product of all experts: their matrices lie equally far from one another."""
-        names = [f"{expert_site(self._layer, expert)}.{product}" for expert in range(min(2, self._count))]
+        names = self._sites(product)
         if lora is None or names[0] not in lora.sites:
             return None
         first, last = lora.sites[names[0]], lora.sites[names[-1]]
@@ -134,3 +184,12 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         stacked_b = b.as_strided((self._count, outputs, b.shape[1]), (apart, *b.stride()))
         scales = torch.full((self._count,), lora.scale, device=x.device)
         return LoraPart(self._kernels.shrink(x, stacked_a, experts), stacked_b, scales, experts)
+
+    def _slots_part(self, loras: LoraSlots | None, pairs: StepPairs, product: str, x: Tensor) -> LoraPart | None:
+        """The part of all loras that are in slots."""
+        name = self._sites(product)[0]
+        if loras is None or name not in loras.sites:
+            return None
+        stacked = loras.of_experts(name, self._count)
+        numbers = torch.where(pairs.slots < 0, -1, pairs.slots * loras.experts_apart + pairs.experts)
+        return LoraPart(self._kernels.shrink(x, stacked.a, numbers), stacked.bs, stacked.scales, numbers)

@@ -68,7 +68,12 @@ class LoraSlots:
         """`count` empty slots for loras of no more than `spec.rank`, at no more than `sites`."""
         self.count = count
         self._rank = spec.rank
-        self.flat = torch.zeros(count, parameter_count(sites, spec.rank), device=device)
+        width = parameter_count(sites, spec.rank)
+        apart = _apart(sites, spec.rank)
+        self.experts_apart = -(-width // apart)
+        """Two slots lie as far apart as so many experts of one slot do: a slot and an expert are one number."""
+        self._apart = apart
+        self.flat = torch.zeros(count, self.experts_apart * apart, device=device)
         self.scales = torch.zeros(count, device=device)
         self.sites: dict[str, SiteSlots] = {}
         start = 0
@@ -81,6 +86,16 @@ class LoraSlots:
             start += sum(sizes)
         # The loras that are in slots, with the version of their weights there; the last is the one used last.
         self._held: WeakKeyDictionary[LoraWeights, tuple[int, int | None]] = WeakKeyDictionary()
+
+    def of_experts(self, first: str, count: int) -> SiteSlots:
+        """The loras of the products of `count` experts, of which the first is at the site `first`; the lora in slot l
+        of expert n has the number `l · experts_apart + n`."""
+        site = self.sites[first]
+        numbers = (self.count - 1) * self.experts_apart + count
+        a, bs = (
+            own.as_strided((numbers, *own.shape[1:]), (self._apart, *own.stride()[1:])) for own in (site.a, site.bs)
+        )
+        return SiteSlots(a, bs, self.scales.repeat_interleave(self.experts_apart)[:numbers])
 
     def place(self, loras: Sequence[LoraWeights]) -> list[int]:
         """The slots of different `loras`, no more than there are. Those that are not there yet, or have changed, are
@@ -126,6 +141,16 @@ class LoraSlots:
             # the bs of a site lie behind one another
             first = weights.bs[0].detach()
             site.bs[slot, :, :own].copy_(first.as_strided((site.bs.shape[1], own), first.stride()))
+
+
+def _apart(sites: Sequence[Site], rank: int) -> int:
+    """Numbers from an expert's loras to those of the next one, which is the same in each layer; 1 without experts."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        prefix, _, expert = site.name.rpartition(".")[0].rpartition(".")
+        if prefix.endswith(".experts") and expert == "0":
+            sizes[prefix] = sizes.get(prefix, 0) + parameter_count([site], rank)
+    return next(iter(sizes.values()), 1)
 
 
 _NEVER = -1

@@ -55,7 +55,7 @@ class MixtureOfExperts:
         normed = Norm.run(x, self._norm, self._eps, self._operations)
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
         scores = self._add_bias(scores, self._weights.router_bias)
-        routing_weights, chosen = _route(scores, self._mixture)
+        routing_weights, chosen = route(scores, self._mixture)
         return self.run_experts(normed, routing_weights, chosen, x, loras)
 
     def run_experts(
@@ -81,7 +81,7 @@ class MixtureOfExperts:
         return x if bias is None else AddBias.run(x, bias, self._operations)
 
 
-def _route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     """For each row its routing weights [T, K], differentiable for the scores, and its experts [T, K], best first."""
     routing_weights, chosen = scores.softmax(-1).topk(config.per_token, dim=-1)
     return (
