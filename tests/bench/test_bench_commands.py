@@ -41,7 +41,7 @@ def test_what_cannot_be_timed_is_refused_at_once(
 
 
 def test_mint_bench_says_how_fast_this_machine_samples_and_trains_and_how_fast_it_could() -> None:
-    sizes = ["--prompts", "2", "--group", "2", "--prompt-tokens", "8", "--new", "4", "--repeats", "1"]
+    sizes = ["--batch-size", "2", "--group-size", "2", "--prompt-tokens", "8", "--max-tokens", "4", "--repeats", "1"]
     result = CliRunner().invoke(mint_app, ["bench", "--model", "tiny", *sizes, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -65,6 +65,6 @@ def test_mint_bench_prints_a_table_for_people() -> None:
 
 
 def test_mint_bench_refuses_sequences_longer_than_the_context() -> None:
-    result = CliRunner().invoke(mint_app, ["bench", "--model", "tiny", "--prompt-tokens", "500", "--new", "32"])
+    result = CliRunner().invoke(mint_app, ["bench", "--model", "tiny", "--prompt-tokens", "500", "--max-tokens", "32"])
     assert result.exit_code == 1
     assert "context of 512" in result.output

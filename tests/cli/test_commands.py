@@ -97,7 +97,7 @@ def test_checkpoints_are_compared_on_several_tasks(trained: dict[str, Any], prom
     path = home / "more.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:40]))
     more = f"file:{path}"
-    words = ("--against", "mint/tiny", "--also", more, "--seeds", "2", "--plot", str(picture))
+    words = ("--against", "mint/tiny", "--also", more, "heldout_samples=2", "--plot", str(picture))
     rows = last_line("eval", trained["checkpoint"], prompts, *SETTINGS, *words)
     assert [(row["task"], row["checkpoint"], row["temperature"]) for row in rows] == [
         (task, checkpoint, temperature)
@@ -128,7 +128,7 @@ def test_bisect_reads_only_what_it_needs(trained: dict[str, Any]) -> None:
 
 
 def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
-    planned = last_line("plan", "--model", "mint/tiny", "--context", "256", "--group", "4", "--device-memory", "8")
+    planned = last_line("plan", "--model", "mint/tiny", "--context", "256", "--group-size", "4", "--device-memory", "8")
     assert planned["free"] == 8 << 30 and planned["sequences"] > 4
     assert planned["fits"] == {"kept": True, "recomputed": True}
     shown = mint("plan", "--model", "mint/tiny", "--device", "cuda", "--device-memory", "24")
@@ -138,7 +138,7 @@ def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
 
 
 def test_doctor_and_plan_agree_on_what_to_expect(prompts: str) -> None:
-    examined = last_line("doctor", prompts, "prompt_style=plain", "--prompts", "16", "--samples", "4")
+    examined = last_line("doctor", prompts, "prompt_style=plain", "--prompts", "16", "--group-size", "4")
     assert examined["verdict"] == "go"
     planned = last_line("plan", "--pass-rate", "0.5")
     assert {one["group_size"]: round(one["informative"], 4) for one in planned["options"]}[4] == 0.875

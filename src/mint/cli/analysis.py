@@ -17,9 +17,8 @@ from rich.text import Text
 
 from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
-from mint.cli.run_names import Run, find_checkpoint, find_run
-from mint.cli.terminal import fail, print_pairs
-from mint.cli.train import Json
+from mint.cli.run_names import Run, complete_run, find_checkpoint, find_run
+from mint.cli.terminal import Json, fail, print_pairs
 from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
 from mint.runs.terminal_text import one_line
 from mint.version import VERSION
@@ -33,19 +32,25 @@ TASK_HELP = (
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="mint://…, a run (its last checkpoint), or a base model")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="mint://…, a run (its last checkpoint), or a base model", autocompletion=complete_run),
+    ],
     task: Annotated[str, typer.Argument(help=TASK_HELP)],
     assignments: Assignments = None,
     against: Annotated[
         list[str] | None, typer.Option(help="another checkpoint, run or base model to compare with; repeatable")
     ] = None,
     also: Annotated[list[str] | None, typer.Option(help="another task; repeatable")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="completions of each item at temperature 1")] = 1,
+    heldout_samples: Annotated[
+        int | None, typer.Option(min=1, hidden=True, help="the same as the setting heldout_samples=N")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="a PNG of the readings")] = None,
     as_json: Json = False,
 ) -> None:
     """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts. Several checkpoints or
-    tasks are compared item by item, with the interval of the paired difference."""
+    tasks are compared item by item, with the interval of the paired difference. `heldout_samples=N` draws N completions
+    of each item at temperature 1."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task
     from mint.rl.analysis.comparison import compare_checkpoints
@@ -60,14 +65,17 @@ def evaluate(
         with ExitStack() as opened:
             service = opened.enter_context(ServiceClient())
             words = parse_assignments(assignments or [])
+            if heldout_samples is not None:
+                words["heldout_samples"] = heldout_samples
             choices = {name: opened.enter_context(open_task(name, words)) for name in tasks}
-            if len(checkpoints) == len(tasks) == seeds == 1 and plot is None:
-                choice = choices[task]
+            choice = choices[task]
+            if len(checkpoints) == len(tasks) == 1 and plot is None:
                 estimates = evaluate_checkpoint(checkpoints[0], choice.adapter, config=choice.config, service=service)
                 print_estimates(people, f"{checkpoints[0]} on {task}", estimates)
                 rows: Any = {f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}
             else:
                 pairs = {name: (choice.adapter, choice.config) for name, choice in choices.items()}
+                seeds = choice.config.heldout_samples
                 readings = compare_checkpoints(checkpoints, pairs, seeds=seeds, service=service)
                 print_readings(people, readings)
                 rows = [reading.to_dict() for reading in readings]
@@ -165,7 +173,7 @@ def doctor(
     ] = None,
     assignments: Assignments = None,
     prompts: Annotated[int, typer.Option(min=1, help="prompts of the task to sample")] = 64,
-    samples: Annotated[int, typer.Option(min=2, help="completions of each")] = 8,
+    group_size: Annotated[int, typer.Option(min=2, help="completions of each prompt")] = 8,
     as_json: Json = False,
 ) -> None:
     """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data. Without a
@@ -184,7 +192,7 @@ def doctor(
     try:
         with open_task(task, find_named_checkpoints(parse_assignments(assignments or []))) as choice:
             examination = examine(
-                choice.adapter, choice.config, prompts=prompts, samples=samples, seed=choice.config.seed
+                choice.adapter, choice.config, prompts=prompts, samples=group_size, seed=choice.config.seed
             )
     except MintError as error:
         fail(error, as_json=as_json)
@@ -241,12 +249,12 @@ def _advice(remedy: str | None) -> str:
 def plan(
     pass_rate: Annotated[float | None, typer.Option(min=0, max=1, help="share of completions that are right")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts per step")] = 8,
-    tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
+    mean_tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
     model: Annotated[str | None, typer.Option(help="a base model: plan its memory")] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of a sequence, with its prompt; 2048, or all of a shorter context")
     ] = None,
-    group: Annotated[int, typer.Option(min=1, help="sequences of a prompt")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
     rank: Annotated[int, typer.Option(min=1, help="of the LoRA, on the default matrices")] = 16,
     device: Annotated[DeviceName | None, typer.Option(help="the one that training would take, if not given")] = None,
     device_memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a device that is not here")] = None,
@@ -258,7 +266,7 @@ def plan(
     from mint.rl.analysis.report import print_plan
 
     if model is not None:
-        _plan_model(model, context, group, rank, device, device_memory, as_json=as_json)
+        _plan_model(model, context, group_size, rank, device, device_memory, as_json=as_json)
     if pass_rate is None:
         if model is None:
             remedy = "Give --pass-rate to plan groups, or --model to plan memory"
@@ -268,7 +276,7 @@ def plan(
             )
         return
 
-    planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=tokens)
+    planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=mean_tokens)
     print_plan(Console(stderr=as_json), planned)
     if as_json:
         typer.echo(json.dumps(asdict(planned)))
@@ -277,7 +285,7 @@ def plan(
 def _plan_model(
     model: str,
     context: int | None,
-    group: int,
+    group_size: int,
     rank: int,
     device: DeviceName | None,
     device_memory: float | None,
@@ -292,7 +300,7 @@ def _plan_model(
             read_settings(),
             model,
             context=context,
-            group=group,
+            group=group_size,
             rank=rank,
             device=device,
             device_gib=device_memory,
@@ -315,7 +323,7 @@ def _plan_model(
             f"{_mib(planned.kv_cache)}, {planned.kv_token} bytes a token: {planned.sequences} sequences "
             f"of {planned.context}",
         ),
-        (f"a group of {group}", f"sampled {turns}; {limits.rows} sequences decode together"),
+        (f"a group of {group_size}", f"sampled {turns}; {limits.rows} sequences decode together"),
         ("prompt", f"{_mib(planned.prompt)} for one of {planned.context} tokens, {limits.prefill_tokens} at once"),
         (f"training {planned.context} tokens", f"{_mib(planned.kept)}: {_fits(planned.fits(planned.kept))}"),
         ("with recomputation", f"{_mib(planned.recomputed)}: {_fits(planned.fits(planned.recomputed))}"),

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mint.cli.terminal import fail
+from mint.cli.terminal import Json, fail
 from mint.errors import MintError
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def bench(
     ] = "mint/tiny",
     dtype: Annotated[BenchDtype | None, typer.Option(help="of the base model; MINT_DTYPE if not given")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; MINT_THREADS if not given")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="prompts of a step")] = 8,
-    group: Annotated[int, typer.Option(min=1, help="samples of each prompt")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts of a step")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 48,
-    new: Annotated[int, typer.Option(min=2, help="tokens of each sample")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="tokens of each completion")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="measured steps")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """Tokens per second of sampling and training on this machine, beside the most that it could do."""
     from mint.compose.throughput import measure_throughput  # deferred: `mint --help` answers at once
@@ -51,10 +51,10 @@ def bench(
             ),
             say=lambda text: progress.print(text, markup=False),
             repeats=repeats,
-            prompts=prompts,
-            group=group,
+            prompts=batch_size,
+            group=group_size,
             prompt_tokens=prompt_tokens,
-            max_tokens=new,
+            max_tokens=max_tokens,
         )
     except MintError as error:
         fail(error, as_json=as_json)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mint.cli.terminal import fail
+from mint.cli.terminal import Json, fail
 from mint.errors import InvalidRequestError, MintError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def chaos(
     quick: Annotated[bool, typer.Option("--quick", help="a few kills, in a minute")] = False,
     at_once: Annotated[int | None, typer.Option(min=1, help="cases at once; one per core if not given")] = None,
     keep: Annotated[Path | None, typer.Option(help="a new folder, in which violated cases are kept")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """Kills mint again and again while it trains, fills its disk, turns its clock; all results must have the same bits.
 

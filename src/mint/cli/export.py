@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mint.cli.run_names import RUN_HELP, find_checkpoint
+from mint.cli.run_names import RUN_HELP, complete_run, find_checkpoint
 from mint.cli.terminal import fail
 from mint.errors import MintError
 
@@ -26,7 +26,10 @@ FORMAT_HELP = "peft: the lora alone, for PEFT and vLLM; hf: a merged model; gguf
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(help=f"mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME; or {RUN_HELP}")
+        str,
+        typer.Argument(
+            help=f"mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME; or {RUN_HELP}", autocompletion=complete_run
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="the folder to write; must not exist")],
     format: Annotated[ExportFormat, typer.Option(help=FORMAT_HELP)] = ExportFormat.PEFT,

@@ -13,7 +13,7 @@ from mint.cli.chaos import chaos
 from mint.cli.recover import recover
 from mint.cli.status import status
 from mint.cli.storage import commands as storage
-from mint.cli.terminal import fail
+from mint.cli.terminal import fail, renamed
 from mint.errors import MintError, MissingExtraError
 from mint.version import VERSION
 
@@ -74,12 +74,12 @@ app.command()(export.export)
 app.command()(dashboard.dashboard)
 app.command()(runs.rollouts)
 app.command()(runs.plot)
-app.command(name="eval")(analysis.evaluate)
+app.command(name="eval", context_settings=renamed(seeds="heldout-samples"))(analysis.evaluate)
 app.command()(analysis.diagnose)
 app.command()(analysis.bisect)
-app.command()(analysis.doctor)
-app.command()(analysis.plan)
-app.command()(bench)
+app.command(context_settings=renamed(samples="group-size"))(analysis.doctor)
+app.command(context_settings=renamed(group="group-size", tokens="mean-tokens"))(analysis.plan)
+app.command(context_settings=renamed(prompts="batch-size", group="group-size", new="max-tokens"))(bench)
 app.command()(chaos)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mint.cli.terminal import fail
+from mint.cli.terminal import Json, fail
 from mint.errors import InvalidRequestError, MintError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def recover(
         bool, typer.Option("--at-snapshot", help="go back to the newest sound snapshot; later requests are lost")
     ] = False,
     data_dir: Annotated[Path | None, typer.Option(help="where the data lies; MINT_HOME if not given")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")] = False,
+    as_json: Json = False,
 ) -> None:
     """Lists the models that could not be restored with the same bits, or decides how one goes on."""
     from mint.config import read_settings  # deferred: loads the database

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mint.cli.run_names import Run, find_run, newest_folders
-from mint.cli.terminal import fail, print_pairs
+from mint.cli.terminal import Json, fail, print_pairs
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.runs.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
@@ -30,8 +30,6 @@ CURVE_WIDTH = 48
 ROLLOUTS = 4
 
 RUN_COLUMNS = ("number", "run", "state", "task", "steps", "reward", "held-out (95 %)", "findings", "last written (UTC)")
-
-Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
 
 
 def rollouts(

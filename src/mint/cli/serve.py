@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mint.cli.terminal import fail
+from mint.cli.terminal import Json, fail
 from mint.errors import InvalidRequestError, MintError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory, also while a server runs there.")
 
 DataDir = Annotated[Path | None, typer.Option(help="where the server's data lies; MINT_HOME if not given")]
-Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
 LogprobsModeOption = typer.Option(
     help="of samples whose request names none: raw (temperature 1) or processed (as they were drawn)"
 )

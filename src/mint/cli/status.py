@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from mint.cli.terminal import fail, print_pairs
+from mint.cli.terminal import Json, fail, print_pairs
 from mint.errors import ConnectionLostError, InvalidRequestError, MintError
 
 DEFAULT_URL = "http://127.0.0.1:8500"
@@ -25,7 +25,7 @@ def status(
     url: Annotated[
         str | None, typer.Option(help=f"the server's address; MINT_BASE_URL if not given, else {DEFAULT_URL}")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")] = False,
+    as_json: Json = False,
 ) -> None:
     """Whether a server is ready, and its ranks, replicas, versions and LoRAs. The exit status is 1 if it is not."""
     from mint.config import read_settings  # deferred: `mint --help` answers at once

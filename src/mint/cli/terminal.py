@@ -1,16 +1,25 @@
-"""Errors, and names with values, on the terminal: the same for all commands."""
+"""What all commands share on the terminal: errors, sentences, names with values, and options."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from mint.errors import MintError
+
+Json = Annotated[bool, typer.Option("--json", help="for scripts: print one JSON object as the last line")]
+"""The option of every command that has an answer for scripts."""
+
+
+def renamed(**options: str) -> dict[str, Any]:
+    """The settings of a command whose options also have old names, which `--help` does not list: old → new."""
+    new_names = {old.replace("_", "-"): new for old, new in options.items()}
+    return {"token_normalize_func": lambda name: new_names.get(name, name)}
 
 
 def fail(error: MintError, *, as_json: bool = False) -> NoReturn:

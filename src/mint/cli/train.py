@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import complete_run, find_resumed
-from mint.cli.terminal import fail, say
+from mint.cli.terminal import Json, fail, say
 from mint.errors import MintError
 from mint.runs.interrupt import RunInterrupted
 
@@ -44,7 +44,6 @@ class Recipe(StrEnum):
     DISTILL = "distill"
 
 
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit")]
 RunDir = Annotated[
     Path | None,
@@ -53,7 +52,7 @@ RunDir = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
-Yes = Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="download a base model that is not here, unasked")]
 
 
 class TrainCommand(TyperCommand):

@@ -15,7 +15,7 @@ import typer
 from rich.filesize import decimal
 
 from mint.cli.base_models import pull
-from mint.cli.run_names import RUN_HELP, Run, find_checkpoint, find_run, run_of_model
+from mint.cli.run_names import RUN_HELP, Run, complete_run, find_checkpoint, find_run, run_of_model
 from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
@@ -30,7 +30,7 @@ from mint.cli.storage.tables import (
     run_json,
     time_text,
 )
-from mint.cli.terminal import fail
+from mint.cli.terminal import Json, fail, renamed
 from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
 from mint.runs.terminal_text import paragraph
 
@@ -45,12 +45,13 @@ models_app = typer.Typer(no_args_is_help=True, help="Base models that can be use
 models_app.command()(pull)
 
 DataDir = Annotated[Path | None, typer.Option(help="read this folder as its operator; MINT_HOME without a server")]
-Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="how many at most")]
 Offset = Annotated[int, typer.Option(min=0, help="how many to leave out first")]
 Accessible = Annotated[bool, typer.Option("--accessible", help="also what others have published")]
 CHECKPOINT_HELP = "mint://MODEL_ID/weights/NAME, a ckpt_… id, or a run (its last checkpoint)"
-CheckpointArgument = Annotated[str, typer.Argument(help=CHECKPOINT_HELP)]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT_HELP, autocompletion=complete_run)
+]
 Ttl = Annotated[int | None, typer.Option(help="seconds until it is deleted; for good if not given")]
 
 
@@ -129,15 +130,15 @@ def _models_page(
 
 @runs_app.command(name="show")
 def show_run(
-    run_id: Annotated[str, typer.Argument(help=f"{RUN_HELP}; or a model's id")],
+    run: Annotated[str, typer.Argument(help=f"{RUN_HELP}; or a model's id", autocompletion=complete_run)],
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """A model and its checkpoints; or a run: its state, curve, evaluations, findings and checkpoints."""
     try:
-        show_run_folder(find_run(run_id, data_dir, by_model=False), as_json=as_json)
+        show_run_folder(find_run(run, data_dir, by_model=False), as_json=as_json)
     except NotFoundError as error:
-        _show_model(run_id, data_dir, no_run=error, as_json=as_json)
+        _show_model(run, data_dir, no_run=error, as_json=as_json)
     except MintError as error:
         fail(error, as_json=as_json)
 
@@ -192,7 +193,10 @@ def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, 
 
 @checkpoints_app.command(name="list")
 def list_checkpoints(
-    run_id: Annotated[str | None, typer.Argument(help="those of this model or run; all if not given")] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(help="those of this model or run; all if not given", autocompletion=complete_run),
+    ] = None,
     limit: Limit = 100,
     offset: Offset = 0,
     accessible: Accessible = False,
@@ -201,10 +205,10 @@ def list_checkpoints(
 ) -> None:
     """Checkpoints, newest first."""
     with _storage(data_dir, as_json) as storage:
-        if run_id is None:
+        if run is None:
             page = storage.checkpoints(_page_query(limit, offset, accessible))
         else:
-            page = _checkpoints_of(storage, run_id, data_dir)
+            page = _checkpoints_of(storage, run, data_dir)
         if as_json:
             cursor = None if page.cursor is None else record_json(page.cursor)
             print_json({"checkpoints": [checkpoint_json(one) for one in page.checkpoints], "cursor": cursor})
@@ -233,7 +237,10 @@ def show_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json:
 
 @checkpoints_app.command(name="delete")
 def delete_checkpoints(
-    paths: Annotated[list[str], typer.Argument(help=f"{CHECKPOINT_HELP}; one or more")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="CHECKPOINTS", help=f"{CHECKPOINT_HELP}; one or more", autocompletion=complete_run),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
@@ -318,17 +325,17 @@ def download_checkpoint(
             print_sentence(f"{written} ({decimal(written.stat().st_size)})")
 
 
-@checkpoints_app.command(name="upload")
+@checkpoints_app.command(name="upload", context_settings=renamed(base_model="model"))
 def upload_checkpoint(
     file: Annotated[Path, typer.Argument(help="a .tar.gz of a PEFT folder, such as `download` writes")],
-    base_model: Annotated[str | None, typer.Option(help="what it belongs to, if it does not say so itself")] = None,
+    model: Annotated[str | None, typer.Option(help="its base model, if it does not say so itself")] = None,
     name: Annotated[str | None, typer.Option(help="what to call it")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of a lora that was trained elsewhere."""
     with _storage(data_dir, as_json) as storage:
-        print_checkpoint(storage.checkpoint(storage.upload(file, base_model, name)), as_json)
+        print_checkpoint(storage.checkpoint(storage.upload(file, model, name)), as_json)
 
 
 @sessions_app.command(name="list")
