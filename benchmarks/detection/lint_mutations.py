@@ -1,10 +1,11 @@
 """Plants each known bug into correct datums, sends them through the service, and counts which are named, and rightly.
 
-    python -m benchmarks.detection.lint_mutations [--seeds N] [--json]
+    python -m benchmarks.detection.lint_mutations [--seeds N] [--first-seed N] [--json]
 
 The correct datums are samples of mint/tiny (arithmetic and chat) at several temperatures and group sizes, from the base
 and after training steps; the batches that train along the way are the ones that no rule may speak about, those of a
-second optimizer step on the same samples included. Uses the public SDK alone.
+second optimizer step on the same samples included. So are the healthy batches of unusual runs (`ODD`): other sampling,
+samples one to four steps old, a policy that was trained for long or is nearly deterministic. Uses the public SDK alone.
 
 Letters: N tokens of one datum.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import mint
 from mint.recipes.datasets.arithmetic import draw_problems
+from mint.rl.estimate import wilson
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 
 LEARNING_RATE = 1e-3
@@ -28,6 +31,10 @@ PROMPTS = 8
 """Per batch, before groups without a signal are dropped."""
 
 PAD_TOKENS = 3
+
+RANDOM_TOKENS = 1000
+"""Random tokens are drawn from so many first ids."""
+
 CHAT = ("Tell me about the {}.", "Do you like the {}?", "Describe the {} for me.")
 THINGS = ("fox", "owl", "river", "piano", "bread", "snow", "lamp", "tiger", "letter", "boat", "rose", "clock")
 
@@ -188,6 +195,66 @@ def _encoded_again(batch: Batch) -> list[Datum]:
     return [columns(sample).datum() for sample in again] if not same else []
 
 
+def _cut_to_fit(batch: Batch) -> list[Datum]:
+    """As `_encoded_again`, cut to the length of the logprobs, so that none is missing."""
+    again = [replace(one, tokens=one.letters[: len(one.tokens)]) for one in batch.samples]
+    again = [replace(one, logprobs=one.logprobs[: len(one.tokens)]) for one in again]
+    same = sum(one.tokens == other.tokens for one, other in zip(again, batch.samples, strict=True))
+    return [columns(sample).datum() for sample in again] if same <= len(again) // 4 else []
+
+
+def _random_tokens(batch: Batch) -> list[Datum]:
+    rng = random.Random(sum(batch.samples[0].tokens))
+    strangers = [replace(one, tokens=[rng.randrange(RANDOM_TOKENS) for _ in one.tokens]) for one in batch.samples]
+    return [columns(sample).datum() for sample in strangers]
+
+
+def _others_tokens(batch: Batch) -> list[Datum]:
+    """The tokens of a sample of another group, with this sample's logprobs, as long as both."""
+    step = len(batch.samples) // 2
+    taken = []
+    for place, one in enumerate(batch.samples):
+        other = batch.samples[(place + step) % len(batch.samples)]
+        length = min(len(one.tokens), len(other.tokens))
+        taken.append(replace(one, tokens=other.tokens[:length], logprobs=one.logprobs[:length]))
+    return [columns(sample).datum() for sample in taken]
+
+
+def _of_others(order: Callable[[Batch], Sequence[int]]) -> Callable[[Batch], list[Datum]]:
+    """Each sample with the logprobs of the one that `order` names, cut or padded with 0."""
+
+    def plant(batch: Batch) -> list[Datum]:
+        samples = batch.samples
+        return [
+            columns(one, logprobs=_resized(samples[other].logprobs, len(one.tokens))).datum()
+            for one, other in zip(samples, order(batch), strict=True)
+        ]
+
+    return plant
+
+
+def _next_one(batch: Batch) -> list[int]:
+    return [(place + 1) % len(batch.samples) for place in range(len(batch.samples))]
+
+
+def _backwards(batch: Batch) -> list[int]:
+    return list(reversed(range(len(batch.samples))))
+
+
+def _shuffled(batch: Batch) -> list[int]:
+    places = list(range(len(batch.samples)))
+    random.Random(sum(batch.samples[0].tokens)).shuffle(places)
+    return places
+
+
+def _flipped_sign(batch: Batch) -> list[Datum]:
+    return [columns(one, logprobs=[-value for value in one.logprobs]).datum() for one in batch.samples]
+
+
+def _probabilities(batch: Batch) -> list[Datum]:
+    return [columns(one, logprobs=[math.exp(value) for value in one.logprobs]).datum() for one in batch.samples]
+
+
 def _times_100(batch: Batch) -> list[Datum]:
     return [columns(replace(sample, advantage=100 * sample.advantage)).datum() for sample in batch.samples]
 
@@ -240,6 +307,14 @@ BUGS = {
     "advantages times 100": Bug(_times_100, "large_advantages"),
     "weights of -1": Bug(_negative_weights, "negative_weights"),
     "text encoded again, letter by letter": Bug(_encoded_again, "foreign_tokens", at_least=3),
+    "text encoded again, cut to fit": Bug(_cut_to_fit, "foreign_tokens", at_least=3),
+    "random tokens with the sample's logprobs": Bug(_random_tokens, "foreign_tokens"),
+    "tokens of another sample": Bug(_others_tokens, "foreign_tokens"),
+    "logprobs of the next sample": Bug(_of_others(_next_one), "mispaired_logprobs"),
+    "logprobs in the opposite order of samples": Bug(_of_others(_backwards), "mispaired_logprobs"),
+    "logprobs of shuffled samples": Bug(_of_others(_shuffled), "mispaired_logprobs"),
+    "logprobs with the sign flipped": Bug(_flipped_sign, "impossible_logprobs"),
+    "probabilities in place of logprobs": Bug(_probabilities, "impossible_logprobs"),
 }
 """Planted into single batches. Stale samples need a policy that has moved; see `stale_batches`."""
 
@@ -255,6 +330,8 @@ class Setting:
     temperature: float
     group_size: int
     task: str
+    top_p: float = 1.0
+    max_tokens: int = 16
 
 
 class Run:
@@ -263,6 +340,7 @@ class Run:
     def __init__(self, service: mint.ServiceClient, setting: Setting) -> None:
         """Starts from the base."""
         self.setting = setting
+        self.service = service
         self.model = service.create_lora_training_client("mint/tiny", rank=8, seed=setting.seed)
         self.tokenizer = self.model.get_tokenizer()
         self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -271,16 +349,24 @@ class Run:
         self._seed = 1000 * setting.seed
 
     def batch(self) -> Batch:
-        """Groups with a signal, from the weights as they are now, published for it."""
+        """Groups with a signal, from the weights as they are now, published for it.
+
+        Without any such group, all of them, with advantages of a random sign: the loss of an entropy bonus trains them.
+        """
         sampler, setting = self.model.save_weights_and_get_sampling_client(), self.setting
         samples: list[Sample] = []
+        equal: list[Sample] = []
         asked = [self._ask() for _ in range(PROMPTS)]
         futures = []
         for prompt, _ in asked:
             self._seed += 1
             for mode in ("raw", "processed"):  # the same seed: the same tokens, with other logprobs
                 params = SamplingParams(
-                    max_tokens=16, temperature=setting.temperature, seed=self._seed, logprobs_mode=mode
+                    max_tokens=setting.max_tokens,
+                    temperature=setting.temperature,
+                    top_p=setting.top_p,
+                    seed=self._seed,
+                    logprobs_mode=mode,
                 )
                 futures.append(sampler.sample(ModelInput.from_ints(prompt), setting.group_size, params))
         answers = [future.result().sequences for future in futures]
@@ -288,12 +374,13 @@ class Run:
             rewards = [reward(self.tokenizer.decode(row.tokens)) for row in raws]
             mean = sum(rewards) / len(rewards)
             for raw, processed, own in zip(raws, processeds, rewards, strict=True):
+                letters = self._letters(raw.tokens)
+                sample = Sample(prompt, raw.tokens, raw.logprobs, processed.logprobs, own, own - mean, letters)
                 if min(rewards) < max(rewards):
-                    letters = self._letters(raw.tokens)
-                    samples.append(
-                        Sample(prompt, raw.tokens, raw.logprobs, processed.logprobs, own, own - mean, letters)
-                    )
-        return Batch(samples, setting.temperature, self.end)
+                    samples.append(sample)
+                else:
+                    equal.append(replace(sample, advantage=self._rng.choice((-1, 1)) * self._rng.random()))
+        return Batch(samples if len(samples) >= 8 else samples + equal, setting.temperature, self.end)
 
     def _letters(self, tokens: list[int]) -> list[int]:
         kept = tokens[:-1] if tokens[-1] == self.end else tokens
@@ -330,12 +417,42 @@ def codes(warnings: Sequence[str]) -> list[str]:
     return [warning.partition(":")[0] for warning in warnings]
 
 
-def settings(seeds: int) -> Iterator[Setting]:
+def settings(seeds: int, first_seed: int = 0) -> Iterator[Setting]:
     """Every temperature with every group size, `seeds` times, the tasks in turn."""
-    for seed in range(seeds):
+    for seed in range(first_seed, first_seed + seeds):
         for place, (temperature, size) in enumerate((t, g) for t in (0.7, 0.8, 1.0) for g in (4, 8, 16)):
             yield Setting(100 * seed + place, temperature, size, "chat" if (seed + place) % 3 == 2 else "arithmetic")
 
+
+@dataclass(frozen=True)
+class Odd:
+    """A healthy run that is unusual: how it samples, and what was done to its policy before.
+
+    `certain`: the policy imitated its own most likely answers, so that it gives hardly any other.
+    """
+
+    setting: Setting
+    steps: int = 8
+    certain: bool = False
+
+
+def odd_runs(seed: int) -> dict[str, Odd]:
+    """The unusual runs by name."""
+    return {
+        "temperature 0.7": Odd(Setting(seed, 0.7, 8, "chat")),
+        "temperature 1.5": Odd(Setting(seed, 1.5, 8, "arithmetic")),
+        "temperature 1.5, chat": Odd(Setting(seed, 1.5, 4, "chat")),
+        "top_p 0.9": Odd(Setting(seed, 1.0, 8, "chat", top_p=0.9)),
+        "trained for 40 steps": Odd(Setting(seed, 1.0, 4, "arithmetic"), steps=40),
+        "answers of one token": Odd(Setting(seed, 1.0, 8, "arithmetic", max_tokens=1)),
+        "answers of up to three tokens": Odd(Setting(seed, 1.0, 8, "chat", max_tokens=3)),
+        "deterministic": Odd(Setting(seed, 1.0, 8, "arithmetic"), certain=True),
+        "deterministic, chat": Odd(Setting(seed, 0.7, 8, "chat"), certain=True),
+    }
+
+
+LAGS = (1, 2, 4)
+"""Steps, of two optimizer steps each, after which samples are checked again."""
 
 QUICK = [
     Setting(seed, temperature, 4, "chat" if seed == 3 else "arithmetic")
@@ -388,6 +505,35 @@ def play(run: Run, tally: Tally, *, steps: Sequence[int], planted: Sequence[str]
     tally.note("samples of a policy left long ago", run.check(first), "stale_policy")
 
 
+def play_odd(run: Run, odd: Odd, name: str, tally: Tally) -> None:
+    """Trains `run`, and checks its last batches, and samples that are some steps old."""
+    if odd.certain:
+        _imitate_itself(run)
+    sampled: list[list[Datum]] = []
+    for step in range(odd.steps):
+        data = correct(run.batch())
+        sampled.append(data)
+        if step >= odd.steps - 4:
+            tally.note(f"correct: {name}", run.check(data), None)
+            for lag in LAGS:
+                tally.note(f"correct: {lag} steps old, {name}", run.check(sampled[step - lag]), None)
+        half = len(data) // 2
+        tally.note(f"correct: {name}", run.train(data[:half], "ppo"), None)
+        tally.note(f"correct: {name}", run.train(data[half:], "ppo"), None)
+
+
+def _imitate_itself(run: Run) -> None:
+    greedy = Run(run.service, replace(run.setting, temperature=1e-3, group_size=1))
+    data = []
+    for sample in greedy.batch().samples:
+        row = columns(sample)
+        tensors: dict[str, Any] = {"target_tokens": row.targets, "weights": row.weights}
+        data.append(Datum(model_input=ModelInput.from_ints(row.inputs), loss_fn_inputs=tensors))
+    for _ in range(10):
+        run.model.forward_backward(data, "cross_entropy").result()
+        run.model.optim_step(AdamParams(learning_rate=LEARNING_RATE)).result()
+
+
 def move_away(run: Run, data: Sequence[Datum]) -> None:
     """Trains for long on one batch without sampling again, as a run that forgot to renew its sampler."""
     for _ in range(STALE_STEPS):
@@ -401,17 +547,30 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     service, tally = mint.ServiceClient(), Tally()
-    for setting in settings(options.seeds):
+    for setting in settings(options.seeds, options.first_seed):
         play(Run(service, setting), tally, steps=(0, 6))
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for name, odd in odd_runs(100 * seed + 50).items():
+            play_odd(Run(service, odd.setting), odd, name, tally)
     if options.json:
         print(json.dumps({"tried": tally.tried, "named": tally.named, "alarms": tally.alarms}))
         return
-    print("| batches | n | right answer | silent |\n|---|---|---|---|")
+    print("| batches | n | right answer | 95 % | silent |\n|---|---|---|---|---|")
     for what, count in sorted(tally.tried.items(), key=lambda item: (item[0].startswith("correct"), item[0])):
-        print(f"| {what} | {count} | {tally.named[what] / count:.3f} | {tally.silent[what] / count:.3f} |")
+        low, high = wilson(tally.named[what], count)
+        print(
+            f"| {what} | {count} | {tally.named[what] / count:.3f} | {low:.3f}–{high:.3f} "
+            f"| {tally.silent[what] / count:.3f} |"
+        )
+    for kind, of_kind in (("planted", False), ("correct", True)):
+        names = [what for what in tally.tried if what.startswith("correct") == of_kind]
+        tried, named = (sum(counter[what] for what in names) for counter in (tally.tried, tally.named))
+        low, high = wilson(named, tried)
+        print(f"\n{kind}: right answer in {named} of {tried} batches ({low:.4f}–{high:.4f})")
     print(f"\nfalse alarms: {dict(Counter(tally.alarms)) or 'none'}")
     print(f"another name than the right one: {dict(Counter(tally.mistaken)) or 'none'}")
 

@@ -109,18 +109,87 @@ def test_a_few_datums_prove_nothing() -> None:
     assert lint(batch(4, advantages=[1.0] * 6), "ppo") == []
 
 
-def test_a_small_difference_is_a_mismatch_only_while_the_weights_are_those_that_were_published() -> None:
-    data = batch(logprobs=[0, 0, 0, -1.05, -0.9, -1.1])
-    assert lint(data, "ppo", fresh=False) == []
-    assert codes(lint(data, "ppo", fresh=True)) == ["mismatch"]
+def test_a_small_rise_of_nearly_all_logprobs_is_a_mismatch_only_while_the_weights_are_those_that_were_published() -> (
+    None
+):
+    nucleus = batch(logprobs=[0, 0, 0, -0.95, -0.9, -1.0])
+    assert lint(nucleus, "ppo", fresh=False) == []
+    assert codes(lint(nucleus, "ppo", fresh=True)) == ["mismatch"]
     assert lint(batch(logprobs=[-1.01] * 6), "ppo", fresh=True) == []
 
 
-def test_a_mismatch_in_both_directions_is_not_blamed_on_top_p() -> None:
-    (older,) = lint(batch(logprobs=[0, 0, 0, -1.05, -0.9, -1.1]), "ppo", fresh=True)
-    (nucleus,) = lint(batch(logprobs=[0, 0, 0, -0.95, -0.9, -1.0]), "ppo", fresh=True)
-    assert "older weights" in older and "top_p" not in older
-    assert "top_p" in nucleus and "older weights" not in nucleus
+def test_samples_of_weights_that_are_a_few_steps_older_are_no_finding() -> None:
+    older = batch(logprobs=[0, 0, 0, -1.05, -0.9, -1.1])
+    assert lint(older, "ppo", fresh=True) == lint(older, "ppo", fresh=False) == []
+
+
+def test_one_rare_token_with_a_large_ratio_does_not_make_a_batch_stale() -> None:
+    data = batch(16)
+    assert lint(data, "ppo", logprob=-1.2) == []
+    data[3].inputs["logprobs"][4] = -7.0
+    assert lint(data, "ppo", logprob=-1.2) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "cause"),
+    [
+        (lambda p: -p, "sign looks flipped"),
+        (np.exp, "look like probabilities"),
+        (lambda p: p + np.array([2, -2, 2, -2, 2, -2], np.float32), "as sample() returned them"),
+    ],
+)
+def test_logprobs_above_zero_are_impossible(sent: Callable[[np.ndarray], np.ndarray], cause: str) -> None:
+    data = batch()
+    policy = random_policy(data)
+    for each, own in zip(data, policy, strict=True):
+        each.inputs["logprobs"] = sent(own)
+    (warning,) = rules.lint(data, resolve_loss("ppo"), PassResult(policy, {}))
+    assert warning.startswith("impossible_logprobs") and cause in warning
+    data = batch(logprobs=[0, 0, 0, 1e-6, -1, -1])
+    assert lint(data, "ppo") == []
+
+
+def random_policy(data: list[TrainDatum]) -> list[np.ndarray]:
+    """Logprobs of a policy that is certain of some tokens and not of others."""
+    rng = np.random.default_rng(5)
+    return [-rng.gamma(0.5, 1.5, len(each.tokens)).astype(np.float32) for each in data]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("moved", [0.0, 0.004])
+def test_logprobs_of_another_datum_of_the_batch_are_named(fresh: bool, moved: float) -> None:
+    data = batch(32)
+    policy = random_policy(data)
+    for place, each in enumerate(data):
+        each.inputs["logprobs"] = policy[(place + 5) % len(data)] * np.float32(1 + moved)
+    found = rules.lint(data, resolve_loss("ppo"), PassResult(policy, {}), fresh=fresh)
+    assert codes(found) == ["mispaired_logprobs"] and "32 of 32 datums" in found[0]
+
+
+def test_tokens_that_the_policy_finds_impossible_are_foreign_also_where_the_sampler_was_certain() -> None:
+    data = batch(logprobs=[0, 0, 0, 0, -0.5, -0.1])
+    assert codes(lint(data, "ppo", logprob=-12.0)) == ["foreign_tokens"]
+    assert codes(lint(data, "ppo", logprob=-12.0, fresh=True)) == ["foreign_tokens"]
+
+
+def test_a_policy_that_training_has_sharpened_is_not_called_another_temperature() -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.normal(0, 2, (8, 6, 50))
+
+    def logprobs(scale: float) -> np.ndarray:
+        scaled = logits * scale
+        return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+
+    before, after = logprobs(1.0), logprobs(1.25)
+    chosen = np.array([[rng.choice(50, p=np.exp(row)) for row in rows] for rows in before])[..., None]
+    data = batch()
+    for each, row in zip(data, np.take_along_axis(before, chosen, -1)[..., 0], strict=True):
+        each.inputs["logprobs"] = row.astype(np.float32)
+    own = list(np.take_along_axis(after, chosen, -1)[..., 0].astype(np.float32))
+    entropies = list(-(np.exp(after) * after).sum(-1).astype(np.float32))
+    result = PassResult(own, {}, entropies)
+    assert rules.lint(data, resolve_loss("ppo"), result, fresh=False) == []
+    assert codes(rules.lint(data, resolve_loss("ppo"), result, fresh=True)) == ["temperature_logprobs"]
 
 
 def test_fresh_logprobs_that_have_nothing_to_do_with_the_tokens_are_not_called_stale() -> None:
@@ -181,12 +250,14 @@ def test_every_known_bug_planted_into_real_samples_is_named_and_good_batches_are
     tally = mutations.Tally()
     for setting in mutations.QUICK:
         mutations.play(mutations.Run(tiny, setting), tally, steps=range(4))
-    assert tally.alarms == []
-    good = [what for what in tally.tried if what.startswith("correct")]
-    assert sum(tally.tried[what] for what in good) >= 40
+    for name, odd in mutations.odd_runs(950).items():
+        mutations.play_odd(mutations.Run(tiny, odd.setting), odd, name, tally)
+    good = sum(count for what, count in tally.tried.items() if what.startswith("correct"))
+    assert good >= 300
+    assert len(tally.alarms) <= 0.01 * good, tally.alarms
     for bug, entry in mutations.BUGS.items():
         assert tally.tried[bug] >= entry.at_least, bug
-        assert tally.named[bug] >= 0.95 * tally.tried[bug], (bug, tally.named[bug], tally.tried[bug])
+        assert tally.named[bug] >= 0.9 * tally.tried[bug], (bug, tally.named[bug], tally.tried[bug])
     stale = "samples of a policy left long ago"
     assert tally.named[stale] == tally.tried[stale] == len(mutations.QUICK)
 

@@ -57,25 +57,52 @@ TEMPERATURE_FLOOR = 0.02
 """Root mean square of p - q below which no temperature is looked for."""
 
 TEMPERATURE_FIT = 0.95
-"""Share of the variance of q - p that a temperature must explain."""
+SHARPENED_FIT = 0.985
+"""Shares of the variance of q - p that a temperature must explain: below that of the pass, and above. Training sharpens
+a policy, so that samples of older weights look like those of a higher temperature, to 0.98 at most."""
 
 TEMPERATURE_RANGE = (0.3, 2.0)
-"""Plausible sampling temperatures, relative to that of the pass. A policy that has moved to other tokens looks like a
-still higher one."""
+"""Plausible sampling temperatures, relative to that of the pass."""
 
 TEMPERATURE_SLOPE = 0.04
 """|1/T - 1| below which no temperature is reported."""
 
-STALE_DIFFERENCE = 0.25
-"""Mean |p - q| above which samples are stale: the ratio of a typical token then differs from 1 by more than a quarter.
-A second optimizer step on one batch stays far below."""
+STALE_DIFFERENCE = 0.35
+"""Mean |p - q| above which samples are stale: the ratio of a typical token then differs from 1 by more than 40 %.
+Eight optimizer steps at a usual learning rate stay below, also for answers of one to three tokens."""
 
 STALE_ESS = 0.3
-"""Effective sample size, as a share of the tokens, below which training may collapse (arXiv 2602.17616)."""
+STALE_TOKENS = 0.1
+"""Effective sample size, as a share of the tokens, below which training may collapse (arXiv 2602.17616), if at least so
+many tokens have a ratio above e or below 1/e: one rare token alone may have a large ratio."""
 
-FOREIGN_DIFFERENCE = 1.0
+IMPOSSIBLE_LOGPROB = 1e-3
+"""A logprob above this is no rounding."""
+
+FOREIGN_GAP = 5.0
+FOREIGN_SHARE = 0.4
+"""If the policy finds this share of the tokens less likely than the sampler's logprobs say, by so many nats, then the
+logprobs are those of other tokens. After 20 steps on one batch at a high learning rate it is 0.3."""
+
+FOREIGN_DIFFERENCE = 0.1
 FOREIGN_CORRELATION = 0.3
-"""Mean |p - q| above which, and correlation of p and q below which, fresh logprobs belong to other tokens."""
+FOREIGN_SURPRISE = 3.0
+"""Mean |p - q| above which, and correlation of p and q below which, the logprobs are those of other tokens, if the
+tokens are the policy's own: their mean -p is at most so many times H. Old weights sampled what is rare now."""
+
+FRESH_FOREIGN_DIFFERENCE = 1.0
+"""Mean |p - q| above which they are, whatever H is, if the weights are those that were last published."""
+
+PAIRED_TOKENS = 8
+PAIRED_DATUMS = 512
+"""The first trained tokens of a datum that are compared with those of the others, and the most datums compared."""
+
+PAIRED_DIFFERENCE = 0.1
+PAIRED_TOLERANCE = 0.01
+PAIRED_SHARE = 0.9
+MIN_PAIRED = 3
+"""A datum's logprobs are another's if they differ from its own p by more than the difference, and from the other's p by
+less than the tolerance. Of those that differ so much, this share must belong to others, and to so many others."""
 
 FRESH_DIFFERENCE = 0.02
 """Mean |p - q| on unchanged weights that rounding in bfloat16 does not explain."""
@@ -246,13 +273,36 @@ def _logprobs(
 
     `temperature` is that of the pass; the rest as for `lint`.
     """
-    found = _first_token_trained(tokens) or _after_stop(tokens, stop_tokens) or _shifted(tokens)
-    found = found or _zero(tokens) or _unsampled(tokens)
+    found = _impossible(tokens) or _first_token_trained(tokens) or _after_stop(tokens, stop_tokens) or _shifted(tokens)
+    found = found or _zero(tokens)
     if found is not None or tokens.trained.sum() < MIN_TOKENS:
-        return found
+        return found or _unsampled(tokens)
     with np.errstate(over="ignore", invalid="ignore"):  # weights that have diverged
-        found = _tempered(tokens, temperature) or (_foreign(tokens) if fresh else None)
-        return found or _stale(tokens) or (_mismatch(tokens) if fresh else None)
+        found = _foreign(tokens) or _unsampled(tokens) or _mispaired(tokens)
+        # Steps sharpen a policy, which looks like a temperature.
+        found = found or (_tempered(tokens, temperature) if fresh else None) or _unrelated(tokens, fresh=fresh)
+        return found or _stale(tokens) or (_nucleus(tokens) if fresh else None)
+
+
+def _impossible(tokens: Tokens) -> str | None:
+    """A logprob is at most 0."""
+    sampler = tokens.sampler[tokens.trained]
+    count = int((sampler > IMPOSSIBLE_LOGPROB).sum())
+    if count == 0:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        flipped = np.abs(sampler + tokens.own[tokens.trained]).mean()
+        probabilities = np.abs(sampler - np.exp(tokens.own[tokens.trained])).mean()
+    if sampler.min() < -IMPOSSIBLE_LOGPROB:
+        cause = "send logprobs as sample() returned them"
+    elif sampler.max() <= 1 and probabilities <= flipped:
+        cause = "they look like probabilities: send their natural logarithms"
+    else:
+        cause = "their sign looks flipped: send them as sample() returned them, never as losses"
+    return (
+        f"impossible_logprobs: {count} of {len(sampler)} trained tokens have a logprob above 0 (the highest is "
+        f"{sampler.max():.3g}), and a logprob is at most 0; {cause}"
+    )
 
 
 def _first_token_trained(tokens: Tokens) -> str | None:
@@ -338,7 +388,7 @@ def _unsampled(tokens: Tokens) -> str | None:
     """Logprobs of 0 on unlikely tokens are padding, where nothing was sampled: a prompt's end, a tool's answer."""
     padded = tokens.trained & (tokens.sampler == 0) & (tokens.own < UNLIKELY_LOGPROB)
     count = np.count_nonzero(np.bincount(tokens.datum_of[padded]))
-    if count <= SUSPICIOUS_SHARE * len(tokens.starts):
+    if count <= SUSPICIOUS_SHARE * len(tokens.starts) or _is_stale_where_sampled(tokens):
         return None
     last = _last_sampled(tokens)
     at_the_end = np.flatnonzero(padded) > last[tokens.datum_of[padded]]
@@ -351,6 +401,14 @@ def _unsampled(tokens: Tokens) -> str | None:
         f"prompt_trained: {count} of {len(tokens.starts)} datums train unlikely tokens whose logprob is exactly 0, as "
         "if nothing had been sampled there: give prompt tokens and tool results weight 0"
     )
+
+
+def _is_stale_where_sampled(tokens: Tokens) -> bool:
+    """An old policy may have been certain of what is unlikely now. Then its logprobs that are not 0 differ, too."""
+    sampled = tokens.trained & (tokens.sampler != 0)
+    if sampled.sum() < MIN_TOKENS:
+        return False
+    return bool(np.abs(tokens.own - tokens.sampler)[sampled].mean() > STALE_DIFFERENCE)
 
 
 def _tempered(tokens: Tokens, temperature: float) -> str | None:
@@ -368,7 +426,8 @@ def _tempered(tokens: Tokens, temperature: float) -> str | None:
     rest = difference - slopes @ terms
     fit = 1 - float(rest @ rest) / total
     slope = float(slopes[0])
-    if fit < TEMPERATURE_FIT or abs(slope) < TEMPERATURE_SLOPE or slope * slopes[1] <= 0:
+    needed = TEMPERATURE_FIT if slope > 0 else SHARPENED_FIT
+    if fit < needed or abs(slope) < TEMPERATURE_SLOPE or slope * slopes[1] <= 0:
         return None
     low, high = TEMPERATURE_RANGE
     if not 1 / high <= 1 + slope <= 1 / low:
@@ -382,13 +441,32 @@ def _tempered(tokens: Tokens, temperature: float) -> str | None:
 
 
 def _foreign(tokens: Tokens) -> str | None:
-    """Weights that are a few steps older still find the same tokens likely. The logprobs of other tokens do not."""
+    """The policy finds most tokens nearly impossible that the logprobs call likely.
+
+    Where the logprob is exactly 0, nothing may have been sampled; `_unsampled` is about those.
+    """
+    sampled = tokens.trained & (tokens.sampler != 0)
+    count = int(sampled.sum())
+    far = int((tokens.own - tokens.sampler < -FOREIGN_GAP)[sampled].sum())
+    if count < MIN_TOKENS or far < FOREIGN_SHARE * count:
+        return None
+    return (
+        f"foreign_tokens: the policy finds {far} of {count} trained tokens at least {np.exp(FOREIGN_GAP):.0f} times "
+        "less likely than their logprobs say: the logprobs are those of other tokens, or the weights have diverged. "
+        "Train the tokens that were sampled, never their text encoded again"
+    )
+
+
+def _unrelated(tokens: Tokens, *, fresh: bool) -> str | None:
+    """The policy would sample these tokens, but their logprobs say nothing about them."""
     own, sampler = (array[tokens.trained].astype(np.float64) for array in (tokens.own, tokens.sampler))
     difference = float(np.abs(own - sampler).mean())
     if difference <= FOREIGN_DIFFERENCE or not own.std() or not sampler.std():
         return None
     correlation = float(np.corrcoef(own, sampler)[0, 1])
-    if not correlation < FOREIGN_CORRELATION:
+    entropy = 0.0 if tokens.entropies is None else float(tokens.entropies[tokens.trained].mean())
+    is_own = -own.mean() <= FOREIGN_SURPRISE * entropy or (fresh and difference > FRESH_FOREIGN_DIFFERENCE)
+    if not correlation < FOREIGN_CORRELATION or not is_own:
         return None
     return (
         f"foreign_tokens: the logprobs do not belong to these tokens (mean |difference| to the policy's "
@@ -397,12 +475,50 @@ def _foreign(tokens: Tokens) -> str | None:
     )
 
 
+def _mispaired(tokens: Tokens) -> str | None:
+    """The logprobs of most datums that differ from the policy's are equal to those of another datum of the batch."""
+    p, q = (_first_trained(tokens, column) for column in (tokens.own, tokens.sampler))
+    known = ~np.isnan(p)
+    size = np.where(known, np.abs(q), 0).max(1, initial=0)
+    own = np.where(known, np.abs(q - p), 0).max(1, initial=0)
+    off = np.flatnonzero((own > PAIRED_DIFFERENCE) & (own > SHIFT_GAIN * size))
+    if len(off) < MIN_PAIRED:
+        return None
+    matched: list[int] = []
+    for row in off:
+        both = known & known[row]
+        other = np.where(both, np.abs(p - q[row]), 0).max(1)
+        other[(both.sum(1) < 2) | (np.arange(len(p)) == row)] = np.inf
+        nearest = int(other.argmin())
+        if other[nearest] < PAIRED_TOLERANCE * (1 + size[row]):
+            matched.append(nearest)
+    others = len(set(matched))
+    if others < MIN_PAIRED or len(matched) < PAIRED_SHARE * len(off):
+        return None
+    return (
+        f"mispaired_logprobs: the logprobs of {len(matched)} of {len(p)} datums are those of another datum of this "
+        "batch: keep each sample's tokens and logprobs together when you sort, filter or shuffle"
+    )
+
+
+def _first_trained(tokens: Tokens, column: np.ndarray) -> np.ndarray:
+    """The values at the first trained positions of each datum, float64 [D, PAIRED_TOKENS]; nan where it has fewer."""
+    places = np.flatnonzero(tokens.trained)
+    datums = tokens.datum_of[places]
+    rank = np.arange(len(places)) - np.searchsorted(datums, datums)
+    kept = (rank < PAIRED_TOKENS) & (datums < PAIRED_DATUMS)
+    found = np.full((min(len(tokens.starts), PAIRED_DATUMS), PAIRED_TOKENS), np.nan)
+    found[datums[kept], rank[kept]] = column[places[kept]]
+    return found
+
+
 def _stale(tokens: Tokens) -> str | None:
     log_ratio = (tokens.own - tokens.sampler)[tokens.trained].astype(np.float64)
     difference = float(np.abs(log_ratio).mean())
     ratio = np.exp(log_ratio - log_ratio.max())
     size = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
-    if difference <= STALE_DIFFERENCE and size >= STALE_ESS:
+    many = float((np.abs(log_ratio) > 1).mean()) >= STALE_TOKENS
+    if difference <= STALE_DIFFERENCE and not (size < STALE_ESS and many):
         return None
     return (
         f"stale_policy: the policy has moved far from the one that sampled (mean |difference of logprobs| "
@@ -410,19 +526,14 @@ def _stale(tokens: Tokens) -> str | None:
     )
 
 
-def _mismatch(tokens: Tokens) -> str | None:
-    """top_p and top_k give each sampled token a higher logprob. Other weights raise some and lower others."""
+def _nucleus(tokens: Tokens) -> str | None:
+    """top_p and top_k give each sampled token a higher logprob. Older weights raise some and lower others."""
     difference = (tokens.sampler - tokens.own)[tokens.trained]
     size = float(np.abs(difference).mean())
-    if size <= FRESH_DIFFERENCE:
-        return None
     known = difference[np.abs(difference) > MISMATCH_NOISE]
-    cause = (
-        "the sampler's are higher on nearly all tokens, as after top_p or top_k: sample with logprobs_mode='raw'"
-        if (known > 0).mean() >= ONE_SIDED
-        else "they differ in both directions: probably the samples are of older weights, or not sampled at all"
-    )
+    if size <= FRESH_DIFFERENCE or (known > 0).mean() < ONE_SIDED:
+        return None
     return (
-        f"mismatch: the logprobs differ by {size:.3f} on average from those of the weights that were last published; "
-        f"{cause}"
+        f"mismatch: the sampler's logprobs are higher than the policy's on nearly all tokens, by {size:.3f} on "
+        "average, as after top_p or top_k: sample with logprobs_mode='raw'"
     )
