@@ -246,6 +246,8 @@ def test_commands_that_read_a_run_take_one_of_any_recipe(prompts: str, tmp_path:
     mint(
         "train", "sft", f"task={prompts}", "epochs=1", "batch_size=64", "prompt_style=plain", "--run-dir", str(tmp_path)
     )
+    shown = mint("runs", "show", str(tmp_path)).output
+    assert "loss" in shown and "first" in shown and "reward" not in shown
     assert mint("plot", str(tmp_path), "-o", str(tmp_path / "curve.png")).exit_code == 0
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     diagnosed = mint("diagnose", str(tmp_path))

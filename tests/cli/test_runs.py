@@ -241,6 +241,22 @@ def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: 
         assert text in people
 
 
+def test_the_last_checkpoint_of_a_run_that_has_none_is_not_mistaken_for_a_base_model(tmp_path: Path) -> None:
+    RunLog(tmp_path / "empty").start({"task": "math", "base_model": "mint/tiny", "steps": 3}, resume=False)
+    answer = mint("eval", str(tmp_path / "empty"), "math")
+    assert answer.exit_code == 1
+    assert "has saved no checkpoint" in answer.stderr and "save_every" in answer.stderr
+
+
+@pytest.mark.parametrize("picture", ["missing/x.png", "x.unknown", "."])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_evaluation(
+    tmp_path: Path, picture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_BASE_URL", "http://127.0.0.1:9")  # nobody answers: it must not be asked
+    answer = mint("eval", "mint/tiny", "math", "--plot", str(tmp_path / picture))
+    assert answer.exit_code == 1 and "InvalidRequestError: output = " in answer.stderr
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [

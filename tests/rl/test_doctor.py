@@ -351,6 +351,11 @@ def test_a_reply_that_earns_scraps_everywhere_is_named_where_nothing_else_earns(
     assert decide(scraps)[0] == "reward_constant"
     without_signal = replace(scraps, informative=dict.fromkeys(GROUP_SIZES, 0.0))
     assert decide(without_signal)[0] == "sft_first", "there is nothing that RL could follow"
+    nothing = replace(without_signal, mean=(0.0, 0.0, 0.01), lowest=0.0, highest=0.0, fixed_reward=(0.0, 0.0, 0.0))
+    verdict, reason, _ = decide(nothing)
+    assert verdict == "sft_first"
+    assert f"none of {seen.prompts * seen.samples} completions succeeded (95 %: at most 5.0%)" in reason
+    assert "every one earned 0" in reason and "partial credit" not in reason
     assert decide(replace(scraps, fixed_reward=(0.004, -0.004, 0.012)))[0] == "sft_first"
 
 

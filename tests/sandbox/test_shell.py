@@ -137,6 +137,9 @@ def test_a_result_has_output_errors_and_exit_code(shell: Shell) -> None:
     assert (result.output, result.exit_code, result.ended) == ("out\nerr\n", 3, "exit")
     assert asyncio.run(shell.bash("echo out; exit 3")) == "out\n[exit code 3]"
     assert asyncio.run(shell.bash("echo out")) == "out\n"
+    assert "a file became larger than a file may be]" in asyncio.run(
+        shell.bash("ulimit -f 1; yes | head -c 99999 > big")
+    )
     assert ask(shell, "cat", stdin="привет".encode()).output == "привет"
     assert ask(shell, "true\0false").exit_code == 126
 

@@ -56,11 +56,13 @@ def evaluate(
     from mint.rl.analysis.comparison import compare_checkpoints
     from mint.rl.analysis.report import print_estimates, print_readings
     from mint.rl.heldout_evaluation import evaluate_checkpoint
-    from mint.rl.tracking.plot import plot_readings
+    from mint.rl.tracking.plot import plot_readings, require_writable_picture
 
     people = Console(stderr=as_json)
     tasks = list(dict.fromkeys([task, *(also or [])]))
     try:
+        if plot is not None:
+            require_writable_picture(plot)
         checkpoints = [_checkpoint_or_base_model(name) for name in (checkpoint, *(against or []))]
         with ExitStack() as opened:
             service = opened.enter_context(ServiceClient())
@@ -91,9 +93,11 @@ def evaluate(
 
 def _checkpoint_or_base_model(name: str) -> str:
     try:
-        return find_checkpoint(name)
+        if "://" not in name:
+            find_run(name)
     except NotFoundError:  # then it can only be a base model; the service lists those it knows
         return name
+    return find_checkpoint(name)
 
 
 def diagnose(

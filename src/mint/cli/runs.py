@@ -120,7 +120,6 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         document = {**asdict(summary), "evaluations": evaluations, "findings": findings, "checkpoints": saved}
         typer.echo(json.dumps(document))
         return
-    rewards = [value for value in reader.columns(["reward/mean"])["reward/mean"] if value is not None]
     facts: dict[str, Any] = {
         "run": summary.name,
         "title": summary.title or None,
@@ -132,8 +131,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         "base model": summary.base_model,
         "model": ", ".join(summary.models) or None,
         "steps": f"{summary.step} of {summary.steps}",
-        "reward": f"{_number(summary.reward)}  {sparkline(rewards, CURVE_WIDTH)}  best {_number(summary.best_reward)}",
-        "success": _number(summary.success),
+        **_curve(reader, summary),
         "tokens/s": None if summary.tokens_per_s is None else f"{summary.tokens_per_s:.0f}",
     }
     pairs = [(name, Text(one_line(str(value)))) for name, value in facts.items() if value is not None]
@@ -145,6 +143,20 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         pairs.append(("finding", Text.assemble((row["code"], COLORS[row["severity"]]), line)))
     pairs += [("checkpoint", Text(f"step {row['step']}: {one_line(row['checkpoint'])}")) for row in saved]
     print_pairs(pairs)
+
+
+def _curve(reader: RunReader, summary: RunSummary) -> dict[str, str]:
+    """The curve of a run by its name: the reward and success of RL, else the loss of its recipe."""
+    from mint.rl.tracking.plot import curve_name  # deferred: `mint --help` answers at once
+
+    name = curve_name(reader.metrics())
+    if name is None:
+        return {}
+    values = [value for value in reader.columns([name])[name] if value is not None]
+    line = f"{_number(values[-1])}  {sparkline(values, CURVE_WIDTH)}"
+    if name == "reward/mean":
+        return {"reward": f"{line}  best {_number(summary.best_reward)}", "success": _number(summary.success)}
+    return {name.removeprefix("train/").replace("_", " "): f"{line}  first {_number(values[0])}"}
 
 
 def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:

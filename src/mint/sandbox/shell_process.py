@@ -66,6 +66,10 @@ class ShellLimits:
                 )
 
 
+FILE_TOO_LARGE = (128 + signal.SIGXFSZ, -signal.SIGXFSZ)
+"""The exit codes of a command, and of a shell, that wrote beyond the limit of a file's size."""
+
+
 @dataclass(frozen=True)
 class ShellResult:
     """What a command wrote (standard output and error in their order), its exit code (None: a limit ended it), and its
@@ -79,8 +83,9 @@ class ShellResult:
     @property
     def text(self) -> str:
         """The output as an agent reads it: with the exit code unless that is 0, or with the limit that ended it."""
+        too_large = ": a file became larger than a file may be" if self.exit_code in FILE_TOO_LARGE else ""
         notes = {
-            "exit": f"[exit code {self.exit_code}]" if self.exit_code not in (0, None) else "",
+            "exit": f"[exit code {self.exit_code}{too_large}]" if self.exit_code not in (0, None) else "",
             "timeout": f"[ended after {self.seconds:.0f} s]",
             "memory": "[ended: too much memory]",
             "files": "[ended: too much in the working folder and /tmp]",

@@ -206,8 +206,11 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
     if seen.relative:
         reason = f"the judge distinguishes the replies of a group in only {share:.0%} of groups of {size}"
         return "reward_constant", reason, "Sample at a higher temperature, or let the judge see finer differences"
-    rest = f"of groups of {size} only {share:.0%} would carry a signal"
-    if seen.only_scraps:
+    never = seen.success[0] == 0
+    rest = f"of groups of {size} {f'only {share:.1%}' if share else 'none'} would carry a signal"
+    if seen.only_scraps and seen.highest == seen.floor:
+        rest = f"every one earned {seen.highest:g}, so there is no signal"
+    elif seen.only_scraps:
         rest = f"the only signal is a little partial credit (mean reward {seen.mean[0]:.3f})"
     if seen.truncated > TRUNCATED_LIMIT:
         rest += f"; {seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, "
@@ -217,7 +220,9 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
             rest += f"far fewer at {seen.enough_tokens}, but these earn hardly more"
     return (
         "sft_first",
-        f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",
+        f"none of {seen.prompts * seen.samples} completions succeeded (95 %: at most {seen.success[2]:.1%}): {rest}"
+        if never
+        else f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",
         "Fine-tune on demonstrations first (mint.recipes.sft) and start RL from that checkpoint (init_from); if you "
         "have none, easier prompts, partial credit, or distillation from a stronger model. Check that the grader "
         "accepts a reply that is known to be right",

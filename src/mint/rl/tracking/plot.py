@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -96,11 +97,39 @@ def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequ
     _save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def require_writable_picture(path: Path) -> None:
+    """Checks that a picture can be written to `path`, before the work whose result it shows.
+
+    Raises:
+        InvalidRequestError: it is a folder, lies in none, may not be written, or its suffix is of no picture.
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # deferred: the SDK works without matplotlib
+    except ImportError as error:
+        raise _matplotlib_missing() from error
     if path.is_dir():  # matplotlib would write `.png` into it, or a file beside it
         raise InvalidRequestError(
             "is a folder", field="output", value=str(path), remedy=f"Name a file: {path / 'curve.png'}"
         )
+    problem = None
+    if path.suffix and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        problem = f"{path.suffix} is of no picture that matplotlib writes"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    if problem is not None:
+        raise InvalidRequestError(
+            f"cannot be written ({problem})",
+            field="output",
+            value=str(path),
+            remedy="Name a .png in a folder that exists",
+        )
+
+
+def _save(figure: Any, path: Path) -> None:
+    require_writable_picture(path)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib cannot write
@@ -140,13 +169,17 @@ def plot_readings(path: Path, readings: Sequence[Mapping[str, Any]], *, title: s
     _save(figure, path)
 
 
+def _matplotlib_missing() -> MissingExtraError:
+    return MissingExtraError("plotting needs matplotlib", remedy="pip install 'mint[local]'")
+
+
 def _axes(count: int = 1) -> tuple[Any, ...]:
     """A figure, and `count` axes below one another that share the steps."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # deferred: the SDK works without matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("plotting needs matplotlib", remedy="pip install 'mint[local]'") from error
+        raise _matplotlib_missing() from error
     figure = Figure(figsize=(7.2, 4.0 if count == 1 else 2.2 * count), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, *figure.subplots(count, sharex=True, squeeze=False)[:, 0]
