@@ -34,7 +34,7 @@ from tests.dashboard.dashboard_harness import API, add_step, append, evaluation,
 from tests.dashboard.test_pages_run import Page, page
 
 STEPS = 4
-BESIDE_THE_RULES = {"heldout_overlap", "template_rewrites_history", "tracker_failed"}
+BESIDE_THE_RULES = {"heldout_overlap", "template_rewrites_history", "tracker_failed", "unused_settings"}
 HOSTILE = '<img src=x onerror="alert(1)">'
 SHELL = "mint://m/weights/4'; rm -rf ~ #"
 SLOW_NETWORK = {"offline": False, "latency": 0, "downloadThroughput": 200, "uploadThroughput": -1}

@@ -43,6 +43,59 @@ def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
     assert refused.value.remedy == "Did you mean group_size?"
 
 
+def test_two_names_of_one_setting_are_not_mistaken_for_another_setting() -> None:
+    with pytest.raises(InvalidRequestError, match=r"groups_per_batch = 8: is another name of batch_size, .*one of the"):
+        RLConfig(batch_size=4, groups_per_batch=8)
+    with pytest.raises(InvalidRequestError, match=r"group_per_batch.*Did you mean groups_per_batch\?"):
+        RLConfig(group_per_batch=8)
+
+
+def test_more_optimizer_steps_than_groups_are_refused() -> None:
+    refusal = r"RLConfig\.optim_steps_per_batch = 9: is above batch_size = 8.*at most 8, or raise epochs_per_batch"
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig(batch_size=8, optim_steps_per_batch=9)
+    assert RLConfig(batch_size=8, optim_steps_per_batch=8).optim_steps_per_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [
+        ({"kl_reference_every": 5}, "kl_penalty_coef"),
+        ({"kl_reference": "base"}, "kl_penalty_coef"),
+        ({"staleness": "exactly"}, "max_staleness"),
+        ({"overlong_buffer": 4, "truncation": "mask"}, "truncation"),
+        ({"truncation_penalty": 0.1}, "truncation"),
+        ({"eval_every": 5, "heldout_size": 0}, "heldout_size"),
+        ({"heldout_samples": 4, "heldout_size": 0}, "heldout_size"),
+        ({"correction_high": 5.0}, "correction"),
+        ({"replay_below": 0.5}, "replay_size"),
+        ({"max_refill": 1.0}, "dynamic_sampling"),
+        ({"curriculum_low": 0.1}, "curriculum"),
+        ({"grader_backoff_s": 0.1}, "grader_retries"),
+        ({"loss_fn_config": {"tis_cap": 2.0}, "correction": "token_mask"}, "correction"),
+    ],
+)
+def test_a_setting_without_effect_is_named_with_what_it_needs(fields: dict[str, Any], needed: str) -> None:
+    (sentence,) = RLConfig(**fields).unused_settings()
+    assert all(word in sentence for word in (next(iter(fields)), "has no effect", needed))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kl_reference_every": 5, "kl_penalty_coef_end": 0.1},
+        {"staleness": "exactly", "max_staleness": 1},
+        {"overlong_buffer": 4, "truncation": "soft", "truncation_penalty": 1.0},
+        {"eval_every": 5, "heldout_samples": 4},
+        {"correction": "token_mask", "loss_fn_config": {"tis_cap": 2.0}, "optim_steps_per_batch": 2},
+        {"correction": "token_mask", "correction_low": 0.1},
+    ],
+)
+def test_a_setting_with_an_effect_is_not_named(fields: dict[str, Any]) -> None:
+    assert RLConfig(**fields).unused_settings() == []
+
+
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [

@@ -314,6 +314,19 @@ def test_training_samples_that_are_held_out_are_left_out_and_the_run_says_so() -
     assert "heldout_overlap" in {finding.code for finding in result.findings}
 
 
+def test_settings_without_effect_are_one_finding_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run = small(steps=1, kl_reference_every=2, max_turns=3, print_progress=True)
+    result = run_grpo(ManyDigits(), run)
+    (finding,) = [finding for finding in result.findings if finding.code == "unused_settings"]
+    assert "kl_reference_every = 2 has no effect without kl_penalty_coef above 0" in finding.evidence
+    assert "max_turns = 3 has no effect without episodes" in finding.evidence
+    assert "unused_settings" in capsys.readouterr().err
+    continued = small(steps=1, init_from=result.checkpoint)
+    assert "unused_settings" not in {finding.code for finding in run_grpo(ManyDigits(), continued).findings}
+    (other,) = rows(run_grpo(ManyDigits(), continued.changed(rank=32)), "findings.jsonl")[:1]
+    assert "rank = 32 has no effect beside init_from, whose checkpoint has" in other["evidence"]
+
+
 def test_every_rollout_is_logged_with_prompt_reward_by_part_length_and_advantage() -> None:
     class Parts(ManyDigits):
         def compute_reward(self, response: str, item: str) -> Any:

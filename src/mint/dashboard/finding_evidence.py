@@ -64,6 +64,11 @@ CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
         "constant_reward": FindingEvidence(
             "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
         ),
+        "nothing_trained": FindingEvidence(
+            "groups have unequal rewards, and none of them goes into the loss",
+            ("groups/untrained", "groups/used"),
+            _ALL,
+        ),
         "reversed_advantages": FindingEvidence(
             "a higher reward has a lower advantage", ("reward/mean", "success/rate"), _TRAINED
         ),
@@ -188,6 +193,7 @@ BESIDE_THE_STEPS: Mapping[str, FindingEvidence] = {
         ("rollouts/retokenized_turns", "rollouts/turns_mean"),
         _LONGEST,
     ),
+    "unused_settings": FindingEvidence("some settings have no effect beside the others", steps=0),
     "tracker_failed": FindingEvidence("a tracker raised an error, and gets nothing more", steps=0),
 }
 """The findings that are noted once, by what prepares and records a run."""

@@ -347,6 +347,42 @@ class RLConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _steps_have_groups(self) -> Self:
+        if self.optim_steps_per_batch > self.batch_size:
+            raise InvalidRequestError(
+                f"is above batch_size = {self.batch_size}: every optimizer step trains whole groups, at least one",
+                field="RLConfig.optim_steps_per_batch",
+                value=self.optim_steps_per_batch,
+                remedy=f"Set it to at most {self.batch_size}, or raise epochs_per_batch to train more often on a batch",
+            )
+        return self
+
+    def unused_settings(self) -> list[str]:
+        """As `RunConfig.unused_settings`."""
+        shaped = self.truncation in ("penalize", "soft")
+        curriculum = ("curriculum_low", "curriculum_high", "curriculum_retire_at", "curriculum_retest_share")
+        needs = (
+            (self.has_kl_penalty, "kl_penalty_coef above 0", ("kl_reference", "kl_reference_every")),
+            (self.max_staleness > 0, "max_staleness above 0", ("staleness",)),
+            (self.truncation == "soft", "truncation = soft", ("overlong_buffer",)),
+            (shaped, "truncation = penalize or soft", ("truncation_penalty",)),
+            (self.correction is not None, "correction", ("correction_low", "correction_high")),
+            (self.replay_size > 0, "replay_size above 0", ("replay_below",)),
+            (self.dynamic_sampling, "dynamic_sampling = True", ("max_refill",)),
+            (self.curriculum, "curriculum = True", curriculum),
+            (self.heldout_size > 0, "heldout_size above 0", ("eval_every", "heldout_samples")),
+            (self.grader_retries > 0, "grader_retries above 0", ("grader_backoff_s",)),
+        )
+        found = [each for met, needed, names in needs if not met for each in self.without_effect(needed, *names)]
+        cap = (self.loss_fn_config or {}).get("tis_cap")
+        if cap is not None and cap >= 1 and self.correction and self.optim_steps_per_batch * self.epochs_per_batch == 1:
+            found.append(
+                f"loss_fn_config = {{'tis_cap': {cap:g}}} has no effect beside correction = {self.correction}, with "
+                "which every ratio is 1 in the first optimizer step on a batch"
+            )
+        return found
+
     @classmethod
     def from_env(cls, **fields: Any) -> Self:
         """Reads `MINT_BASE_MODEL, MINT_LORA_RANK, MINT_RL_STEPS, MINT_RL_BATCH, MINT_RL_GROUP,

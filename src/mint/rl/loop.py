@@ -109,7 +109,13 @@ def _run_task(
     with (
         closing(open_calls(config)) as calls,
         open_run(
-            config, service_client, name=folder_name, described=described, resume=resume, on_progress=on_progress
+            config,
+            service_client,
+            name=folder_name,
+            described=described,
+            resume=resume,
+            on_progress=on_progress,
+            unused_settings=_unused_on(task, config),
         ) as frame,
     ):
         run = _RLRun(task, config, frame, calls, dataset=dataset, heldout=heldout)
@@ -326,6 +332,13 @@ class _RLRun:
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
+
+
+def _unused_on(task: RLAdapter | MessageEnvAdapter, config: RLConfig) -> list[str]:
+    if isinstance(task, MessageEnvAdapter):
+        return config.without_effect("a reward function: environments are not asked again", "grader_retries")
+    limits = ("max_turns", "max_episode_tokens", "max_episode_s")
+    return config.without_effect("episodes (a MessageEnvAdapter)", "credit", *limits)
 
 
 def _heldout_overlap(count: int, heldout: int) -> Finding:

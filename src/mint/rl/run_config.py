@@ -115,8 +115,8 @@ class RunConfig(BaseModel):
         Raises:
             InvalidRequestError: as the constructor.
         """
-        unchanged = {name: value for name, value in self if self._names(name).isdisjoint(fields)}
-        return type(self)(**unchanged, **fields)
+        given = {name: getattr(self, name) for name in self.model_fields_set if self._names(name).isdisjoint(fields)}
+        return type(self)(**given, **fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """`changed` by the name that pydantic has for it; the values that are kept are copied too, if `deep`."""
@@ -146,8 +146,12 @@ class RunConfig(BaseModel):
         wrong_type = first["type"].endswith("_type")
         if wrong_type:
             refusal.message += f", not {type(first['input']).__name__}"
-        similar = get_close_matches(given, cls.model_fields, n=1)
-        if first["type"] == "extra_forbidden":
+        similar = get_close_matches(given, [each for name in cls.model_fields for each in cls._names(name)], n=1)
+        twice = [name for name in cls.model_fields if name != given and given in cls._names(name)]
+        if first["type"] == "extra_forbidden" and twice:
+            refusal.message = f"is another name of {twice[0]}, which is given, too"
+            refusal.remedy = "Give one of the two"
+        elif first["type"] == "extra_forbidden":
             refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
         elif first["type"] == "literal_error":
             refusal.field = f"{cls.__name__}.{given}"  # without the name of the branch where a function is allowed, too
@@ -186,6 +190,18 @@ class RunConfig(BaseModel):
                 remedy="Try (0.9, 0.999)",
             )
         return self
+
+    def unused_settings(self) -> list[str]:
+        """A sentence for each setting that has no effect beside the others: its value, and what it needs."""
+        return []
+
+    def without_effect(self, needed: str, *names: str) -> list[str]:
+        """A sentence about those of the settings `names` that differ from their default, which all need `needed`."""
+        return [
+            f"{name} = {value} has no effect without {needed}"
+            for name in names
+            if (value := getattr(self, name)) != type(self).model_fields[name].default
+        ]
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of `step`, counted from 1, of a run of `steps`."""

@@ -40,6 +40,7 @@ from mint.runs.interrupt import (
 )
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
+from mint.types import GetInfoResponse
 
 log = logging.getLogger("mint.runs")
 
@@ -58,6 +59,7 @@ def open_run(
     described: Mapping[str, Any],
     resume: bool,
     on_progress: ProgressHook | None = None,
+    unused_settings: Sequence[str] = (),
 ) -> Generator[RunFrame]:
     """Starts the run in `config.run_dir`, or goes on with the one that is there.
 
@@ -68,6 +70,7 @@ def open_run(
         on_progress: Called after each evaluation and step. None prints a line for each on standard error, unless
             `config.print_progress` is False.
         resume: Go on from the last checkpoint in `config.run_dir`. A folder without a run is started.
+        unused_settings: A sentence for each setting that has no effect on this task.
 
     Raises:
         InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
@@ -107,12 +110,39 @@ def open_run(
             with Trackers(config.trackers, run_log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
                 run.trainer = trainer or make_trainer(service, config, point)
-                run_log.save_effective(run.trainer.get_info().effective)
+                info = run.trainer.get_info()
+                run_log.save_effective(info.effective)
+                unused = [*config.unused_settings(), *unused_settings, *_replaced_by_checkpoint(config, info)]
+                if unused:
+                    run.note(_unused_settings(unused))
                 with run.interruptible():
                     yield run
             if run.stopped_by is not None:
                 end.outcome = "stopped"
                 end.error = run.stopped_by
+
+
+def _replaced_by_checkpoint(config: RunConfig, info: GetInfoResponse) -> list[str]:
+    """A sentence for each given setting of the model that differs from that of the checkpoint `init_from`."""
+    if config.init_from is None:
+        return []
+    found = (("base_model", info.model_name or info.model_data.model_name), ("rank", info.lora_rank))
+    return [
+        f"{name} = {getattr(config, name)} has no effect beside init_from, whose checkpoint has {value}"
+        for name, value in found
+        if name in config.model_fields_set and getattr(config, name) != value
+    ]
+
+
+def _unused_settings(sentences: Sequence[str]) -> Finding:
+    return Finding(
+        "unused_settings",
+        "warning",
+        0,
+        "; ".join(sentences),
+        "Set what they need, or leave them out",
+        {"settings": float(len(sentences))},
+    )
 
 
 def _refuse_other_folder(run_dir: Path) -> None:
