@@ -29,7 +29,7 @@ from mint.recipes.chat import ChatAdapter
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.datasets.chat_questions import ChatQuestion
 from mint.recipes.math import exact_match
-from mint.rl import MessageEnvAdapter, PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
+from mint.rl import Group, MessageEnvAdapter, PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
 from mint.rl.analysis.run_analysis import diagnose_run
 from mint.rl.finding import Finding
 from mint.rl.training.datums import rollout_datums
@@ -329,6 +329,11 @@ class Favours(Between):
         return self.inner.forward_backward(pushed, *arguments)
 
 
+def none_of_them(group: Group) -> bool:
+    """Keeps no group."""
+    return False
+
+
 def long_is_good(trainer: Client) -> Client:
     """Favours length."""
     return Favours(trainer, len)
@@ -448,6 +453,7 @@ FAULTS: tuple[Fault, ...] = (
     fault("grader throws dice", "inconsistent_reward", Dice, steps=5),
     fault("advantages with the wrong sign", "falling_reward", trainer=WrongSign, steps=20, batch_size=16),
     fault("advantage function with the wrong sign", "reversed_advantages", steps=2, advantage=below_the_mean),
+    fault("filter that refuses every group", "nothing_trained", steps=4, group_filter=none_of_them),
     fault("loss function with the wrong sign", "server_warnings", steps=2, loss_fn=raises_the_wrong),
     fault("five items", "overfitting", FiveItems, steps=24, heldout_size=256),
     fault("one question 256 times", "few_prompts", OneQuestion, steps=4),

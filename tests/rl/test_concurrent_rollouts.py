@@ -342,6 +342,31 @@ class Jitter(RLAdapter):
         return sum(character.isdigit() for character in response) / 16
 
 
+def test_a_call_that_grades_many_counts_its_failures_once() -> None:
+    class Batches(Words):
+        calls = 0
+
+        def compute_batch_rewards(self, responses: Any, items: Any) -> Any:
+            self.calls += 1
+            if self.calls < 3:
+                raise ConnectionError("later")
+            return [[1.0] * len(own) for own in responses]
+
+    class Groups(Words):
+        calls = 0
+
+        def compute_group_rewards(self, responses: Any, item: Any) -> Any:
+            self.calls += 1
+            if self.calls < 3:
+                raise ConnectionError("later")
+            return [1.0] * len(responses)
+
+    for adapter, groups in ((Batches(), 4), (Groups(), 1)):
+        found = grade_all(adapter, ready(groups), groups=groups, group_size=8, retries=Retries(3, 0.0))
+        assert [group.rewards for group in found] == [[1.0] * 8] * groups
+        assert sum(rollout.grader_retries for group in found for rollout in group.rollouts) == 2
+
+
 def logged(result: RunResult, name: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (result.run_dir / name).read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]

@@ -62,6 +62,13 @@ def test_the_range_error_names_field_value_and_range() -> None:
         checked_reward(Graded(), 2.0)
 
 
+@pytest.mark.parametrize("cost", ["0.25", None, math.nan])
+def test_a_cost_that_is_no_number_is_refused_and_not_left_out_of_the_sum(cost: Any) -> None:
+    bad, good = grades({"a": Reward(1.0, info={"cost": cost}), "b": Reward(1.0, info={"cost": 0.25})})
+    assert bad.reward is None and "the cost" in (bad.error or "") and "Graded" in (bad.error or "")
+    assert good.info["cost"] == 0.25
+
+
 def test_parts_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"parts"):
         Reward(1.0, {"right": 0.5})

@@ -17,8 +17,10 @@ from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import open_task_of_run
 from mint.rl import Group, RLConfig, Rollout, run_grpo
 from mint.rl.objective import function_name
-from mint.rl.rollout import Turn
+from mint.rl.rollout import RolloutBatch, Turn
+from mint.rl.tracking.step_log import step_metrics
 from mint.rl.training.advantages import loss_weights, passes_filter, rollout_advantages
+from mint.rl.training.policy_update import PolicyUpdate
 
 SMALL = RLConfig(
     base_model="mint/tiny", steps=2, batch_size=3, group_size=4, max_tokens=6, temperature=1.0, learning_rate=2e-3,
@@ -144,6 +146,38 @@ def test_what_a_function_must_not_return_is_refused_by_its_name(wrong: Callable[
         advantages([group(0.0, 1.0, 2.0)], RLConfig(advantage=wrong))
 
 
+def fails(*arguments: Any) -> Any:
+    raise KeyError("no such item")
+
+
+@pytest.mark.parametrize("field", ["advantage", "baseline", "group_filter", "loss_weighting"])
+def test_a_function_that_raises_is_named_with_its_line(field: str) -> None:
+    config = RLConfig(**{field: fails})
+    groups = [group(0.0, 1.0)]
+    with pytest.raises(InvalidRequestError, match=rf"{field} = fails: raised KeyError: .*test_objective\.py, line \d+"):
+        passes_filter(groups[0], config)
+        loss_weights(rollout_advantages(groups, config), config)
+
+
+def test_metrics_that_raise_or_share_a_name_are_refused_by_the_names_of_the_functions() -> None:
+    batch = RolloutBatch(1, [group(0.0, 1.0)])
+
+    def count(groups: Sequence[Group]) -> dict[str, float]:
+        return {"count": float(len(groups))}
+
+    def count_again(groups: Sequence[Group]) -> dict[str, float]:
+        return {"count": 0.0}
+
+    def logged(*functions: Any) -> dict[str, float]:
+        return step_metrics(ManyDigits(), batch, PolicyUpdate([]), functions)
+
+    assert logged(count)["custom/count"] == 1.0
+    with pytest.raises(InvalidRequestError, match=r"metrics = fails: raised KeyError: 'no such item'"):
+        logged(fails)
+    with pytest.raises(InvalidRequestError, match=r"metrics = count_again: returns 'count', and so does count"):
+        logged(count, count_again)
+
+
 def test_a_function_is_recorded_by_its_name() -> None:
     config = RLConfig(advantage=ranks, loss_weighting=partial(short_ones, scale=2.0))
     written = config.model_dump(mode="json")
@@ -166,6 +200,44 @@ def test_a_loss_function_takes_the_steps_of_the_servers_own_loss() -> None:
     for one, other in zip(server, own, strict=True):
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
         assert other["mismatch/max_abs_logprob_diff"] == 0
+
+
+def only_the_right(rollout: Rollout, advantage: float) -> float:
+    return float(advantage > 0)
+
+
+def none_of_them(group: Group) -> bool:
+    return False
+
+
+def first_item(group: Group) -> bool:
+    return group.index == 0
+
+
+def finding_codes(result: Any) -> set[str]:
+    return {finding.code for finding in result.findings}
+
+
+@pytest.mark.learns
+def test_training_on_the_right_answers_alone_is_no_mistake() -> None:
+    result = run_grpo(ManyDigits(), SMALL.changed(steps=3, loss_weighting=only_the_right))
+    assert finding_codes(result).isdisjoint({"masked_loss", "server_warnings", "nothing_trained"}), result.findings
+
+
+@pytest.mark.learns
+def test_groups_that_a_filter_leaves_out_are_not_counted_as_used() -> None:
+    result = run_grpo(ManyDigits(), SMALL.changed(steps=1, group_filter=first_item, group_size=8))
+    (row,) = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (row["groups/total"], row["groups/used"], row["groups/untrained"]) == (3, 1, 1)
+
+
+@pytest.mark.learns
+def test_a_filter_that_refuses_every_group_is_a_finding_by_its_name() -> None:
+    result = run_grpo(ManyDigits(), SMALL.changed(steps=4, group_filter=none_of_them))
+    (finding,) = [finding for finding in result.findings if finding.code == "nothing_trained"]
+    assert (finding.severity, finding.step) == ("error", 3)
+    assert "group_filter (function none_of_them)" in finding.remedy
+    assert not any(code.startswith("no_learning_signal") for code in finding_codes(result))
 
 
 @pytest.mark.learns

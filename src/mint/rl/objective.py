@@ -9,13 +9,15 @@ Letters: G rollouts of one prompt · T trained tokens of one datum.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, MintError
 from mint.rl.rollout import Group, Rollout
 
 AdvantageFunction = Callable[[np.ndarray], np.ndarray]
@@ -83,6 +85,26 @@ def check_function(field: str, function: Callable[..., Any], arguments: Sequence
         ) from error
     except ValueError:  # a builtin without a signature
         return
+
+
+def called(field: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user returns.
+
+    Raises:
+        InvalidRequestError: it raised; names the setting and the function. The exception itself is its cause.
+    """
+    try:
+        return function(*arguments)
+    except MintError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise InvalidRequestError(
+            f"raised {type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})",
+            field=field,
+            value=function_name(function),
+            remedy="Correct the function",
+        ) from error
 
 
 def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: int | None) -> np.ndarray:

@@ -34,6 +34,7 @@ from mint.rl.analysis.run_record import RunRecord, StepView
 from mint.rl.analysis.signal_rules import (
     no_heldout,
     no_signal,
+    nothing_trained,
     reversed_advantages,
     reward_collapse,
     reward_spike,
@@ -64,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     overfitting,
     reward_collapse,
     reward_spike,
+    nothing_trained,
     no_signal,
     saturation,
     entropy_collapse,
@@ -78,6 +80,7 @@ CODES: Mapping[str, Severity] = {
     "no_learning_signal_all_right": "warning",
     "no_learning_signal": "error",
     "constant_reward": "error",
+    "nothing_trained": "error",
     "reversed_advantages": "error",
     "saturation": "info",
     "reward_collapse": "error",

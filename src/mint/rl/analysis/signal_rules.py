@@ -25,6 +25,7 @@ from mint.rl.analysis.step_statistics import (
     total,
 )
 from mint.rl.finding import Finding
+from mint.rl.objective import is_recorded_function
 
 SILENT_STEPS = 3
 SILENT_GROUPS = 16
@@ -102,6 +103,30 @@ def silent_window(view: StepView) -> list[StepMetrics] | None:
     return None
 
 
+def nothing_trained(view: StepView) -> Finding | None:
+    """Groups have unequal rewards, and for some steps none of them has gone into the loss."""
+    steps = view.last(SILENT_STEPS)
+    left_out = total(steps, "groups/untrained")
+    if len(steps) < SILENT_STEPS or left_out < SILENT_STEPS or total(steps, "groups/used"):
+        return None
+    filtered = view.config.get("group_filter")
+    own = {name: view.config.get(name) for name in ("advantage", "baseline", "loss_weighting")}
+    functions = [f"{name} ({value})" for name, value in own.items() if is_recorded_function(value)]
+    causes = [*([f"group_filter ({filtered})"] if filtered else []), *functions]
+    if view.config.get("truncation") == "mask":
+        causes.append("truncation = mask")
+    return Finding(
+        "nothing_trained",
+        "error",
+        view.step,
+        f"in {len(steps)} steps {left_out:.0f} groups had unequal rewards, and none of them went into the loss",
+        f"Look at what may leave all of them out: {', '.join(causes)}"
+        if causes
+        else "Look at the advantages of the rollouts: all of them are 0",
+        {"untrained": left_out},
+    )
+
+
 def no_signal(view: StepView) -> Finding | None:
     """No group has unequal rewards: all wrong, all right, some of both, or a grader that gives one reward to all."""
     steps = silent_window(view)
@@ -110,7 +135,7 @@ def no_signal(view: StepView) -> Finding | None:
     groups = graded_groups(steps)
     good = total(steps, "groups/all_good")
     bad = total(steps, "groups/all_bad")
-    numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": total(steps, "groups/used")}
+    numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": groups - good - bad}
     evidence = (
         f"in {len(steps)} steps {groups:.0f} groups were graded: {good:.0f} all right, {bad:.0f} all wrong, "
         f"{numbers['used']:.0f} with unequal rewards"

@@ -74,7 +74,7 @@ def graded_groups(steps: Sequence[StepMetrics]) -> float:
 
 def informative_share(steps: Sequence[StepMetrics]) -> float:
     """The share of `graded_groups` with unequal rewards."""
-    return total(steps, "groups/used") / max(1.0, graded_groups(steps))
+    return (total(steps, "groups/used") + total(steps, "groups/untrained")) / max(1.0, graded_groups(steps))
 
 
 def graded(steps: Sequence[StepMetrics]) -> float:

@@ -29,7 +29,8 @@ class RewardError(MintError):
 @dataclass(frozen=True)
 class Grade:
     """A reward with its parts, or None and the reason. `seconds` is the time of the call that gave it, which may have
-    graded others, too, and `seconds_of` those of its graders by name; `retries` counts the failures before it."""
+    graded others, too, and `seconds_of` those of its graders by name. `retries` counts the failures before it; of the
+    grades of one call, only the first has them."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -46,7 +47,8 @@ def checked_reward(task: Task, returned: Any) -> Reward:
     """The reward, checked against the task's declared range.
 
     Raises:
-        RewardError: it is not a finite number, or outside `task.reward_range`; names the grader.
+        RewardError: it is not a finite number, or outside `task.reward_range`, or its `info` has a cost that is no
+            number; names the grader.
     """
     reward = returned if isinstance(returned, Reward) else None
     value: Any = returned if reward is None else reward.value
@@ -67,6 +69,14 @@ def checked_reward(task: Task, returned: Any) -> Reward:
         )
     if reward is None:
         return Reward(float(value))
+    cost = reward.info.get("cost", 0.0)
+    if not _is_finite(cost):
+        raise RewardError(
+            f"the cost {cost!r} of {grader} is not a finite number",
+            field="Reward.info",
+            value={"cost": cost},
+            remedy="Give the cost of the call as a number, or leave it out",
+        )
     # Not `replace`: a subclass may be made of other arguments.
     return Reward(float(value), reward.parts, reward.info, reward.grader_seconds)
 
@@ -114,17 +124,20 @@ class Grader:
     async def batch(self, responses_B: Sequence[Sequence[str]], items_B: Sequence[Any]) -> list[list[Grade]] | None:
         """The grades of all groups of a batch by `compute_batch_rewards`; None if that passes them on."""
         result = await self._call(self.adapter.compute_batch_rewards, responses_B, items_B)
-        if result.error is not None:
-            return [[_failed(result) for _ in responses] for responses in responses_B]
-        if result.value is None:
+        if result.error is None and result.value is None:
             return None
-        groups = list(result.value)
-        if len(groups) != len(responses_B):
+        groups = [] if result.error is not None else list(result.value)
+        if result.error is None and len(groups) != len(responses_B):
             result = replace(result, error=_wrong_count(self.adapter, "groups", len(groups), len(responses_B)))
-            return [[_failed(result) for _ in responses] for responses in responses_B]
+        if result.error is not None:
+            groups = [None] * len(responses_B)
+        # The failures before this one call count once: with the first group that has a response.
+        first = next((place for place, responses in enumerate(responses_B) if responses), 0)
         return [
-            self._grades_of(replace(result, value=rewards), len(responses))
-            for rewards, responses in zip(groups, responses_B, strict=True)
+            self._grades_of(
+                replace(result, value=rewards, attempts=result.attempts if place == first else 1), len(responses)
+            )
+            for place, (rewards, responses) in enumerate(zip(groups, responses_B, strict=True))
         ]
 
     async def one_by_one(self, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
@@ -140,13 +153,14 @@ class Grader:
         values = [] if result.error is not None else list(result.value)
         if result.error is None and len(values) != count:
             result = replace(result, error=_wrong_count(self.adapter, "rewards", len(values), count))
+        calls = [replace(result, attempts=result.attempts if place == 0 else 1) for place in range(count)]
         if result.error is not None:
-            return [_failed(result) for _ in range(count)]
+            return [_failed(call) for call in calls]
         return [
-            Grade(None, error="the judge gave no verdict on it", seconds=result.seconds, retries=result.attempts - 1)
+            Grade(None, error="the judge gave no verdict on it", seconds=call.seconds, retries=call.attempts - 1)
             if value is None
-            else _grade(self.adapter, replace(result, value=value))
-            for value in values
+            else _grade(self.adapter, replace(call, value=value))
+            for call, value in zip(calls, values, strict=True)
         ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import Task
-from mint.rl.objective import MetricsFunction, finite_numbers, function_name
+from mint.rl.objective import MetricsFunction, called, finite_numbers, function_name
 from mint.rl.rollout import Group, Rollout, RolloutBatch, Span
 from mint.rl.tracking.token_counts import token_metrics
 from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
@@ -30,15 +30,16 @@ def step_metrics(
     `custom` are the user's own, logged as `custom/NAME`.
 
     Raises:
-        InvalidRequestError: one of `custom` returned something else than finite numbers by name.
+        InvalidRequestError: one of `custom` raised, or returned something else than finite numbers by name, or two of
+            them returned the same name.
     """
     rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     return {
         "step": float(batch.step),
         "temperature": batch.temperature,
         **_reward_metrics(task, batch, rollouts),
-        **_group_metrics(task, batch),
-        **_category_metrics(task, batch),
+        **_group_metrics(task, batch, update),
+        **_category_metrics(task, batch, update),
         **_rollout_metrics(rollouts),
         **_info_metrics(rollouts),
         **_grader_metrics(batch, rollouts),
@@ -51,8 +52,9 @@ def step_metrics(
 
 def _custom_metrics(batch: RolloutBatch, custom: Sequence[MetricsFunction]) -> dict[str, float]:
     found: dict[str, float] = {}
+    owner: dict[str, MetricsFunction] = {}
     for function in custom:
-        numbers = function(batch.all_groups)
+        numbers = called("RLConfig.metrics", function, batch.all_groups)
         if not isinstance(numbers, Mapping):
             raise InvalidRequestError(
                 f"returned {str(numbers)[:80]}",
@@ -61,6 +63,14 @@ def _custom_metrics(batch: RolloutBatch, custom: Sequence[MetricsFunction]) -> d
                 remedy="Return a dict of numbers by name",
             )
         for name, number in numbers.items():
+            if name in owner:
+                raise InvalidRequestError(
+                    f"returns {name!r}, and so does {function_name(owner[name])}",
+                    field="RLConfig.metrics",
+                    value=function_name(function),
+                    remedy="Give each number a name of its own",
+                )
+            owner[name] = function
             found[f"custom/{name}"] = float(finite_numbers("RLConfig.metrics", function, number, None))
     return found
 
@@ -85,13 +95,15 @@ def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]
     }
 
 
-def _group_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
+def _group_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
     ends = [(min(group.rewards), max(group.rewards)) for group in batch.all_groups if len(group.rewards) > 1]
     equal = [low for low, high in ends if low == high]
     good = sum(map(task.is_success, equal))
+    used = _used(batch.all_groups, update)
     return {
         "groups/total": float(len(batch.all_groups)),
-        "groups/used": float(len(ends) - len(equal)),
+        "groups/used": float(used),
+        "groups/untrained": float(len(ends) - len(equal) - used),
         "groups/all_good": float(good),
         "groups/all_bad": float(len(equal) - good),
         "groups/failed": float(len(batch.all_groups) - len(ends)),
@@ -99,7 +111,15 @@ def _group_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _category_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
+def _used(groups: Sequence[Group], update: PolicyUpdate) -> int:
+    """The number of groups with unequal rewards that went into the loss."""
+    trained = {id(one.rollout) for one in update.trained}
+    return sum(
+        len(set(group.rewards)) > 1 and any(id(rollout) in trained for rollout in group.rollouts) for group in groups
+    )
+
+
+def _category_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
     """Reward, success, groups with a signal, and the grader's time and cost, of the items of each `Task.category`."""
     by_name: dict[str, list[Group]] = {}
     for group in batch.all_groups:
@@ -110,7 +130,7 @@ def _category_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
     for name, groups in sorted(by_name.items()):
         rewards = [reward for group in groups for reward in group.rewards]
         found[f"category/{name}/groups"] = float(len(groups))
-        found[f"category/{name}/groups_used"] = float(sum(len(set(group.rewards)) > 1 for group in groups))
+        found[f"category/{name}/groups_used"] = float(_used(groups, update))
         if rewards:
             found[f"category/{name}/reward"] = float(np.mean(rewards))
             found[f"category/{name}/success"] = float(np.mean([task.is_success(reward) for reward in rewards]))

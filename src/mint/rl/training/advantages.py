@@ -20,7 +20,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 from mint.rl.config import AdvantageName, RLConfig
-from mint.rl.objective import AdvantageFunction, finite_numbers, function_name
+from mint.rl.objective import AdvantageFunction, called, finite_numbers, function_name
 from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
@@ -66,7 +66,7 @@ def group_advantages(
     if callable(estimator):
         if not len(rewards):
             return rewards
-        given = estimator(rewards if baseline is None else rewards - baseline)
+        given = called("RLConfig.advantage", estimator, rewards if baseline is None else rewards - baseline)
         return finite_numbers("RLConfig.advantage", estimator, given, len(rewards))
     if estimator not in get_args(AdvantageName):
         names = ", ".join(get_args(AdvantageName))
@@ -162,7 +162,8 @@ def passes_filter(group: Group, config: RLConfig) -> bool:
     """
     if config.group_filter is None:
         return True
-    kept = config.group_filter(replace(group, rollouts=counted_rollouts(group, config)))
+    shown = replace(group, rollouts=counted_rollouts(group, config))
+    kept = called("RLConfig.group_filter", config.group_filter, shown)
     if not isinstance(kept, bool | np.bool_):
         raise InvalidRequestError(
             f"returned {str(kept)[:80]}",
@@ -212,7 +213,7 @@ def _baseline(
         return None
     if not callable(config.baseline):
         return batch_mean
-    given = config.baseline(replace(group, rollouts=list(rollouts)))
+    given = called("RLConfig.baseline", config.baseline, replace(group, rollouts=list(rollouts)))
     return finite_numbers("RLConfig.baseline", config.baseline, given, None if np.ndim(given) == 0 else len(rollouts))
 
 
@@ -225,7 +226,7 @@ def loss_weights(chosen: Sequence[RolloutAdvantage], config: RLConfig) -> list[f
         finite_numbers(
             "RLConfig.loss_weighting",
             config.loss_weighting,
-            config.loss_weighting(one.rollout, one.advantage),
+            called("RLConfig.loss_weighting", config.loss_weighting, one.rollout, one.advantage),
             None,
         )
         for one in chosen

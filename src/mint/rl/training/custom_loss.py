@@ -15,7 +15,7 @@ import numpy as np
 
 from mint.client.custom_loss import CustomLoss
 from mint.errors import InvalidRequestError
-from mint.rl.objective import LossFunction, function_name
+from mint.rl.objective import LossFunction, called, function_name
 from mint.types import Datum
 
 
@@ -32,7 +32,8 @@ def custom_loss(function: LossFunction) -> CustomLoss:
             if not len(own):
                 continue
             sampled, advantages, weights = (column[trained] for column in columns.values())
-            parts.append(_summed(function, function(own, sampled, advantages, weights), len(own)))
+            value = called("RLConfig.loss_fn", function, own, sampled, advantages, weights)
+            parts.append(_summed(function, value, len(own)))
             log_ratios.append((own.detach() - sampled).numpy().astype(np.float64))
         # Without a trained token, a zero that depends on the logprobs: its gradient is 0.
         return sum(parts, 0 * rows[0].sum()), ratio_metrics(log_ratios)
