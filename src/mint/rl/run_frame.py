@@ -40,7 +40,6 @@ from mint.runs.interrupt import (
 )
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
-from mint.types import GetInfoResponse
 
 log = logging.getLogger("mint.runs")
 
@@ -112,7 +111,12 @@ def open_run(
                 run.trainer = trainer or make_trainer(service, config, point)
                 info = run.trainer.get_info()
                 run_log.save_effective(info.effective)
-                unused = [*config.unused_settings(), *unused_settings, *_replaced_by_checkpoint(config, info)]
+                model = info.model_name or info.model_data.model_name
+                unused = [
+                    *config.unused_settings(),
+                    *unused_settings,
+                    *_replaced_by_checkpoint(config, model, info.lora_rank),
+                ]
                 if unused:
                     run.note(_unused_settings(unused))
                 with run.interruptible():
@@ -122,11 +126,11 @@ def open_run(
                 end.error = run.stopped_by
 
 
-def _replaced_by_checkpoint(config: RunConfig, info: GetInfoResponse) -> list[str]:
+def _replaced_by_checkpoint(config: RunConfig, base_model: str, rank: int) -> list[str]:
     """A sentence for each given setting of the model that differs from that of the checkpoint `init_from`."""
     if config.init_from is None:
         return []
-    found = (("base_model", info.model_name or info.model_data.model_name), ("rank", info.lora_rank))
+    found = (("base_model", base_model), ("rank", rank))
     return [
         f"{name} = {getattr(config, name)} has no effect beside init_from, whose checkpoint has {value}"
         for name, value in found
