@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import openai
@@ -18,7 +18,7 @@ from mint.server.grammars.compiler import compile_grammar
 from mint.server.openai.detokenizer import read_vocabulary
 from mint.server.openai.schemas import ChatRequest
 from mint.server.openai.structured import chat_grammar
-from mint.types.tool_call_formats import ToolCallFormat
+from mint.types.tool_call_formats import SYNTAX, ToolCall, ToolCallFormat, parse_tool_calls, render_tool_calls
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -171,35 +171,34 @@ def test_what_cannot_be_constrained_is_refused_by_name(
 
 CALL = '{"name": "clock", "arguments": {"zone": "UTC"}}'
 OF_LLAMA = '{"name": "clock", "parameters": {"zone": "UTC"}}'
-TEXTS: dict[str, tuple[dict[str, Any], ToolCallFormat, str, bool, str, bool]] = {
-    # the request, the format, the template, whether it has opened a reasoning block, a text, whether it fits
-    "reasoning, then a format": ({"response_format": FORMATS["json_schema"][0]["response_format"]}, "hermes", "", True,
+TEXTS: dict[str, tuple[dict[str, Any], ToolCallFormat, bool, str, bool]] = {
+    # the request, the format, whether it has opened a reasoning block, a text, whether it fits
+    "reasoning, then a format": ({"response_format": FORMATS["json_schema"][0]["response_format"]}, "hermes", True,
         'Hm, "x"?\n</think>\n\n{"kind": "cat", "age": 3}', True),
-    "a format at once": ({"response_format": FORMATS["json_schema"][0]["response_format"]}, "hermes", "", True,
+    "a format at once": ({"response_format": FORMATS["json_schema"][0]["response_format"]}, "hermes", True,
         '{"kind": "cat", "age": 3}', False),
-    "reasoning, then a call": ({"tools": TOOLS, "tool_choice": "required"}, "hermes", "", True,
+    "reasoning, then a call": ({"tools": TOOLS, "tool_choice": "required"}, "hermes", True,
         f"So.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>", True),
-    "two calls": ({"tools": TOOLS, "tool_choice": "required"}, "hermes", "", False,
+    "two calls": ({"tools": TOOLS, "tool_choice": "required"}, "hermes", False,
         f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", True),
-    "one call": ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, "hermes", "", False,
+    "one call": ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, "hermes", False,
         f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", False),
-    "Llama": ({"tools": TOOLS, "tool_choice": "required"}, "llama", "", False, f"{OF_LLAMA}; {OF_LLAMA}", True),
-    "Mistral": ({"tools": TOOLS, "tool_choice": "required"}, "mistral", "", False,
+    "Llama": ({"tools": TOOLS, "tool_choice": "required"}, "llama", False, f"{OF_LLAMA}; {OF_LLAMA}", True),
+    "Mistral": ({"tools": TOOLS, "tool_choice": "required"}, "mistral", False,
         f"[TOOL_CALLS][{CALL}, {CALL}]", True),
-    "Mistral, named": ({"tools": TOOLS, "tool_choice": "required"}, "mistral", "[ARGS]", False,
+    "Mistral, named": ({"tools": TOOLS, "tool_choice": "required"}, "mistral_named", False,
         '[TOOL_CALLS]clock[ARGS]{"zone": "UTC"}', True),
-    "a regular expression with tools": ({"tools": TOOLS, "guided_regex": "a/b+"}, "hermes", "", False, "a/bb", True),
-    "a choice after reasoning": ({"guided_choice": ["x", "y"]}, "hermes", "", True, "</think>y", True),
+    "a regular expression with tools": ({"tools": TOOLS, "guided_regex": "a/b+"}, "hermes", False, "a/bb", True),
+    "a choice after reasoning": ({"guided_choice": ["x", "y"]}, "hermes", True, "</think>y", True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_grammars_take_what_the_families_write(name: str) -> None:
-    fields, written_as, template, is_thinking, text, fits = TEXTS[name]
+def takes(fields: dict[str, Any], written_as: ToolCallFormat, is_thinking: bool, text: str) -> bool:
+    """Whether the grammar of a request allows a text."""
     folder = BUNDLED[MODEL]
     vocabulary = read_vocabulary(folder)
     request = ChatRequest.model_validate_json(json.dumps({"model": MODEL, "messages": MESSAGES, **fields}))
-    wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
+    wanted = chat_grammar(request, vocabulary, written_as, is_thinking=is_thinking)
     assert wanted is not None
     ends = sorted(vocabulary.ends)
     grammar = compile_grammar(wanted, folder, ends, len(vocabulary.pieces), owner="local")
@@ -210,4 +209,25 @@ def test_grammars_take_what_the_families_write(name: str) -> None:
             break
         state.advance(token)
         has_ended = token in grammar.ends
-    assert has_ended == fits
+    return has_ended
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_grammars_take_what_the_families_write(name: str) -> None:
+    fields, written_as, is_thinking, text, fits = TEXTS[name]
+    assert takes(fields, written_as, is_thinking, text) == fits
+
+
+@pytest.mark.parametrize("written_as", get_args(ToolCallFormat))
+@pytest.mark.parametrize("count", [1, 2])
+def test_forced_calls_of_each_format_are_what_its_parser_reads(written_as: ToolCallFormat, count: int) -> None:
+    """The formats whose own syntax is no JSON are forced to the JSON that their parsers read, too."""
+    shown_as = {"qwen_coder": "hermes", "glm": "hermes", "pythonic": "llama"}.get(written_as, written_as)
+    calls = [ToolCall("clock", {"zone": "UTC"})] * count
+    text = render_tool_calls(calls, shown_as)  # ty: ignore[invalid-argument-type]
+    assert takes({"tools": TOOLS, "tool_choice": "required"}, written_as, False, text) == (
+        count == 1 or SYNTAX[written_as].between is not None
+    )
+    assert not takes({"tools": TOOLS, "tool_choice": "required"}, written_as, False, f"Well. {text}")
+    if count == 1 or SYNTAX[written_as].between is not None:
+        assert [call.name for call in parse_tool_calls(text, written_as, ("clock",))] == ["clock"] * count

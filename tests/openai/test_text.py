@@ -140,6 +140,53 @@ OTHER_FORMATS: dict[str, tuple[ToolCallFormat, str, str, list[object]]] = {
     "Mistral": ("mistral", 'Yes[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', "Yes", [F]),
     "Mistral, named": ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]f[ARGS]{"x": 1}', "", [F, F]),
     "Mistral, broken": ("mistral", "[TOOL_CALLS][{", "[TOOL_CALLS][{", []),
+    "Llama, JSON that names no tool": ("llama", '{"name": "Ada"}', '{"name": "Ada"}', []),
+    "Llama, Python": ("llama", "[f(x=1), f(x=1)]", "", [F, F]),
+    "Llama, a list": ("llama", "[1, 2]", "[1, 2]", []),
+    "GPT-OSS, a call": (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"x": 1}',
+        "",
+        [F],
+    ),
+    "GPT-OSS, words": (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "Yes.",
+        [],
+    ),
+    "DeepSeek V3.1": (
+        "deepseek_v31",
+        'Ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "Ok",
+        [F],
+    ),
+    "GLM-4.5": (
+        "glm",
+        "So\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n<arg_key>place</arg_key>\n"
+        "<arg_value>12</arg_value>\n</tool_call>",
+        "So",
+        [("f", {"x": 1, "place": "12"})],
+    ),
+    "GLM-4": ("glm4", 'f\n{"x": 1}', "", [F]),
+    "GLM-4, words": ("glm4", "f is a name", "f is a name", []),
+    "Kimi K2": (
+        "kimi",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [F],
+    ),
+    "Granite 3": ("granite", '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]', "", [F]),
+    "Phi-4-mini": ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]<|/tool_call|>', "", [F]),
+    "Command": (
+        "command",
+        '<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[{"tool_name": "f", "parameters": {"x": 1}}]',
+        "",
+        [F],
+    ),
+    "Command, words": ("command", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes.", []),
 }
 
 

@@ -117,9 +117,9 @@ def read_chat(
     text = render_conversation(vocabulary.tokenizer, request)
     tools = request.offered_tools
     template = template_text(vocabulary.tokenizer, tools)
-    written_as = tool_call_format(template)
+    written_as = tool_call_format(template, vocabulary.tokenizer.get_added_vocab())
     is_thinking = text.rstrip().endswith(THINK_OPEN)
-    wanted = chat_grammar(request, vocabulary, template, written_as, is_thinking=is_thinking)
+    wanted = chat_grammar(request, vocabulary, written_as, is_thinking=is_thinking)
     hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=bool(tools))
     generation = GenerationRequest(
         caller=caller,

@@ -6,6 +6,7 @@ Knows how each family writes a call (`types/tool_call_formats`); llguidance's di
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,17 @@ from mint.server.openai.detokenizer import Vocabulary
 from mint.server.openai.schemas import ChatRequest, ChatTool, CompletionRequest
 from mint.server.openai.tool_parser import THINK_CLOSE
 from mint.types import StructuredOutputs
-from mint.types.tool_call_formats import CALL_CLOSE, CALL_OPEN, MISTRAL_OPEN, ToolCallFormat
+from mint.types.tool_call_formats import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    MARKUP,
+    NUMBER,
+    SYNTAX,
+    CallSyntax,
+    ToolCallFormat,
+)
 
-MISTRAL_ARGUMENTS = "[ARGS]"
+_LINE_BREAK = "\n"
 
 _AS_PYTHON_WRITES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -69,7 +78,7 @@ def format_field(request: CompletionRequest | ChatRequest, format_name: str = "r
 
 
 def chat_grammar(
-    request: ChatRequest, vocabulary: Vocabulary, template: str, written_as: ToolCallFormat, *, is_thinking: bool
+    request: ChatRequest, vocabulary: Vocabulary, written_as: ToolCallFormat, *, is_thinking: bool
 ) -> StructuredOutputs | None:
     """The format of a chat's reply; None if everything is allowed. If `tool_choice` forces calls, the reply is calls.
     Else it has the format of the request, or is a call if tools are offered. Reasoning that the prompt has opened may
@@ -91,7 +100,7 @@ def chat_grammar(
     rules = _Rules(vocabulary)
     bodies = [] if answer is None else [rules.answer(answer)]
     if tools:
-        bodies.append(rules.calls(tools, template, written_as, many=request.parallel_tool_calls))
+        bodies.append(rules.calls(tools, written_as, many=request.parallel_tool_calls))
     start = f"({' | '.join(bodies)})"
     if is_thinking:
         start = f"{rules.reasoning()} /\\n+/? {start}"
@@ -123,30 +132,38 @@ class _Rules:
             return self._add("reasoning", f"/(.|\\n)*/ {mark}")
         return self._add("reasoning[lazy]", f"/(.|\\n)*{THINK_CLOSE.replace('/', chr(92) + '/')}/")
 
-    def calls(self, tools: Sequence[ChatTool], template: str, written_as: ToolCallFormat, *, many: bool) -> str:
-        """One call, or with `many` one or more."""
-        calls = [self._call(number, tool, template, written_as) for number, tool in enumerate(tools)]
-        call = self._add("call", " | ".join(calls))
-        if written_as == "llama":
-            return self._add("calls", f'{call} ("; " {call})*' if many else call)
-        if written_as == "mistral" and MISTRAL_ARGUMENTS not in template:
-            listed = f'{call} (", " {call})*' if many else call
-            return self._add("calls", f'{self._mark(MISTRAL_OPEN)} "[" {listed} "]"')
-        return self._add("calls", f'{call} ("\\n"? {call})*' if many else call)
+    def calls(self, tools: Sequence[ChatTool], written_as: ToolCallFormat, *, many: bool) -> str:
+        """One call, or with `many` one or more, as models of this format write them in JSON."""
+        syntax = SYNTAX[written_as]
+        call = self._add("call", " | ".join(self._call(number, tool, syntax) for number, tool in enumerate(tools)))
+        begin, end = self._literal(syntax.begin), self._literal(syntax.end)
+        more = "" if not many or syntax.between is None else f" ({self._between(syntax)} {call})*"
+        return self._add("calls", f"{begin} {call}{more} {end}")
 
-    def _call(self, number: int, tool: ChatTool, template: str, written_as: ToolCallFormat) -> str:
+    def _call(self, number: int, tool: ChatTool, syntax: CallSyntax) -> str:
         schema = {"type": "object", **(tool.function.parameters or {}), "x-guidance": _AS_PYTHON_WRITES}
         arguments = self._add(f"arguments_{number}", f"%json {json.dumps(schema)}")
-        name = tool.function.name
-        if written_as == "mistral" and MISTRAL_ARGUMENTS in template:
-            marks = self._mark(MISTRAL_OPEN), self._mark(MISTRAL_ARGUMENTS)
-            return self._add(f"call_{number}", f"{marks[0]} {json.dumps(name)} {marks[1]} {arguments}")
-        key = "parameters" if written_as == "llama" else "arguments"
-        opening = f'{{"name": {json.dumps(name)}, "{key}": '
-        written = f'{json.dumps(opening)} {arguments} "}}"'
-        if written_as == "hermes":
-            written = f'{self._mark(CALL_OPEN)} "\\n"? {written} "\\n"? {self._mark(CALL_CLOSE)}'
-        return self._add(f"call_{number}", written)
+        name = json.dumps(tool.function.name)[1:-1]
+        opening = self._literal(f"{syntax.before_name}{name}{syntax.before_arguments}")
+        return self._add(f"call_{number}", f"{opening} {arguments} {self._literal(syntax.after_arguments)}")
+
+    def _between(self, syntax: CallSyntax) -> str:
+        """What is between two calls; white space may be left out."""
+        text = syntax.between or ""
+        return f"{json.dumps(text)}?" if text and not text.strip() else self._literal(text)
+
+    def _literal(self, text: str) -> str:
+        """A text, with marks as their special tokens, and any number for `NUMBER`. A line break beside the tags of
+        `<tool_call>` may be left out."""
+        marks = sorted({*MARKUP, NUMBER}, key=len, reverse=True)
+        is_tagged = CALL_OPEN in text or CALL_CLOSE in text
+        parts = re.split(f"({'|'.join(map(re.escape, [*marks, *(_LINE_BREAK if is_tagged else '')]))})", text)
+        return " ".join(self._part(part, is_tagged) for part in parts if part)
+
+    def _part(self, text: str, is_tagged: bool) -> str:
+        if text == NUMBER:
+            return "/[0-9]+/"
+        return f"{json.dumps(text)}?" if is_tagged and text == _LINE_BREAK else self._mark(text)
 
     def _mark(self, text: str) -> str:
         """A mark as its special token, if it is one, or else as text."""

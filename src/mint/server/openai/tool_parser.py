@@ -10,29 +10,17 @@ from mint.server.openai.schemas import ChatTool, FunctionCall
 from mint.types.tool_call_formats import (
     CALL_CLOSE,
     CALL_OPEN,
-    FUNCTION_OPEN,
-    MISTRAL_OPEN,
-    PYTHON_TAG,
+    OPENING_MARKS,
     ToolCall,
     ToolCallFormat,
     parse_tool_calls,
+    read_reply,
     typed_arguments,
 )
+from mint.types.tool_call_formats import MARKUP as CALL_MARKUP
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-MARKUP = frozenset(
-    mark.encode()
-    for mark in (
-        CALL_OPEN,
-        CALL_CLOSE,
-        THINK_OPEN,
-        THINK_CLOSE,
-        PYTHON_TAG,
-        MISTRAL_OPEN,
-        "[ARGS]",
-        "[CALL_ID]",
-    )
-)
+MARKUP = frozenset(mark.encode() for mark in (*CALL_MARKUP, THINK_OPEN, THINK_CLOSE))
 
 Properties = Mapping[str, Mapping[str, Any]]
 """Of each function, the schemas of its parameters."""
@@ -66,21 +54,29 @@ def tool_parser(written_as: ToolCallFormat, tools: Sequence[ChatTool], *, is_thi
     for tool in tools:
         found = (tool.function.parameters or {}).get("properties")
         properties[tool.function.name] = found if isinstance(found, dict) else {}
-    if written_as == "hermes":
+    if OPENING_MARKS[written_as] == (CALL_OPEN,):
         return HermesParser(properties, is_thinking=is_thinking)
     return WholeCallsParser(written_as, properties)
 
 
+_WHOLE: frozenset[ToolCallFormat] = frozenset({"harmony", "command", "glm4"})
+"""Formats in which the whole reply is held back: its text has marks of its own, or a call has none."""
+
+_BARE: Mapping[str, tuple[str, ...]] = {"llama": ("{", "["), "pythonic": ("{", "[")}
+"""How a call without a mark begins, if it is the whole reply."""
+
+
 class WholeCallsParser:
-    """Holds a reply back from the first mark of a call on, and reads the calls at its end: the formats of Llama and
-    Mistral do not mark where a call ends. What is no valid call stays text."""
+    """Holds a reply back from the first mark of a call on, and reads the calls at its end, because most formats do not
+    mark where a call ends. What is no valid call stays text. Reasoning that has marks of its own is dropped."""
 
     def __init__(self, written_as: ToolCallFormat, properties: Properties) -> None:
-        self._written_as = written_as
+        self._written_as: ToolCallFormat = written_as
         self._properties = properties
-        self._marks = [MISTRAL_OPEN] if written_as == "mistral" else [PYTHON_TAG, FUNCTION_OPEN]
+        self._marks = OPENING_MARKS[written_as]
+        self._bare = _BARE.get(written_as, ())
         self._text = ""
-        self._holds = False
+        self._holds = written_as in _WHOLE
         self._has_begun = False
 
     def push(self, text: str) -> tuple[str, list[FunctionCall]]:
@@ -88,8 +84,8 @@ class WholeCallsParser:
         if self._holds:
             return "", []
         begun = self._text.lstrip()
-        if not self._has_begun and self._written_as == "llama" and begun[:1] in ("", "{"):
-            self._holds = begun.startswith("{")
+        if not self._has_begun and self._bare and begun[:1] in ("", *self._bare):
+            self._holds = bool(begun)
             return "", []
         places = [place for mark in self._marks if (place := self._text.find(mark)) >= 0]
         self._holds = bool(places)
@@ -100,9 +96,13 @@ class WholeCallsParser:
 
     def close(self) -> tuple[str, list[FunctionCall]]:
         text, self._text = self._text, ""
-        found = parse_tool_calls(text, self._written_as) if self._holds else []
-        calls = [call for call in (_function_call(each, self._properties) for each in found) if call is not None]
-        return ("", calls) if calls and len(calls) == len(found) else (text, [])
+        if not self._holds:
+            return text, []
+        reply = read_reply(text, self._written_as, self._properties)
+        calls = [call for call in (_function_call(each, self._properties) for each in reply.calls) if call is not None]
+        if len(calls) < len(reply.calls):
+            return text, []
+        return reply.text if calls or self._written_as in _WHOLE else text, calls
 
 
 class HermesParser:
