@@ -579,7 +579,8 @@ def test_the_trace_holds_every_message_with_its_time_and_only_json() -> None:
     assert [row["role"] for row in rows] == ["user", "assistant", "tool", "assistant"]
     assert [row["turn"] for row in rows] == [0, 1, 1, 2]
     assert all(row["ms"] >= 0 for row in rows)
-    assert rows[1]["tool_calls"] == [{"type": "function", "function": {"name": "look", "arguments": {"at": 3}}}]
+    called = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": 3}}}
+    assert rows[1]["tool_calls"] == [called]
     assert (rows[2]["content"], rows[2]["ms"], rows[2]["seen"]) == ("a tree", 0.25, "{1, 2}")
     assert "a tree" in tiny_tokenizer().decode(rollout.turns[1].prompt)
     assert "seen" not in tiny_tokenizer().decode(rollout.turns[1].prompt)

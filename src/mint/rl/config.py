@@ -23,6 +23,7 @@ from mint.types import LossName, SamplingParams
 from mint.types.checkpoint_path import is_checkpoint_path
 from mint.types.loss_settings import loss_settings
 from mint.types.sampling import LogprobsMode
+from mint.types.tool_call_formats import ToolCallFormat
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch", "reinforce++"]
 BaselineName = Literal["group", "batch"]
@@ -154,6 +155,8 @@ class RLConfig(RunConfig):
     """With `truncation="soft"`: the tokens before the limit in which the penalty grows."""
     chat_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Options of the model's chat template, for example `{"enable_thinking": False}`; for every prompt of the run."""
+    tool_call_format: ToolCallFormat | None = None
+    """How the policy writes tool calls; None: what the model's chat template or its special tokens say."""
     max_turns: int = Field(8, ge=1)
     """The most turns of an episode."""
     max_episode_tokens: int | None = Field(None, ge=1)

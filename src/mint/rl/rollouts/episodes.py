@@ -25,8 +25,9 @@ from mint.rl.rollouts.grading import checked_reward
 from mint.rl.rollouts.swapping_sampler import PolicySampler, sampled_turn
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
+from mint.rl.tasks.chat_options import template_text
 from mint.types import ModelInput, SampledSequence, SamplingParams
-from mint.types.tool_call_formats import parse_tool_calls
+from mint.types.tool_call_formats import ToolCall, ToolCallFormat
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,25 @@ async def roll_out_episodes(
     group_size: int,
     limits: EpisodeLimits,
     policy_step: int = 0,
+    tool_call_format: ToolCallFormat | None = None,
 ) -> list[Group]:
     """`group_size` graded episodes for each request, in order; all of them are played at once.
 
     The first turn of a group draws from the request's own seed, turn t of its episode g from `mix_seed(seed, g, t)`. A
-    group whose first turn cannot be sampled has an `error` and no rollouts.
+    group whose first turn cannot be sampled has an `error` and no rollouts. `tool_call_format` names how the policy
+    writes tool calls; None is what the chat template or the tokenizer says.
 
     Raises:
         InvalidRequestError: the tokenizer has no chat template.
     """
-    player = _Player(sampling_client, adapter, calls, limits, _Formats(tokenizer))
+    player = _Player(sampling_client, adapter, calls, limits, _Formats(tokenizer, tool_call_format))
     return list(await asyncio.gather(*(player.play_group(request, group_size, policy_step) for request in requests)))
 
 
 @dataclass(eq=False)
 class _Episode:
     """An episode in progress. `index` is its place in its group; `conversation` holds the messages rendered so far.
+    `calls` are those of the last turn, `called` counts those of earlier ones.
     `opened` says that `env` has been made, `seconds` is the time of its calls."""
 
     index: int
@@ -78,6 +82,8 @@ class _Episode:
     prompt: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    called: int = 0
     trace: list[dict[str, Any]] = field(default_factory=list)
     opened: bool = False
     seconds: float = 0.0
@@ -120,6 +126,8 @@ class _Episode:
         """Takes the policy's message."""
         self.turns.append(sampled_turn(self.prompt, sequence))
         self.texts.append(self.chat.reply(sequence.tokens))
+        self.called += len(self.calls)
+        self.calls = self.chat.calls(self.texts[-1], earlier=self.called)
         self.note([self.last_message], seconds)
         if sequence.stop_reason == "length":
             spent = limits.max_tokens is not None and self.tokens >= limits.max_tokens
@@ -132,7 +140,7 @@ class _Episode:
         written_as = self.chat.tool_call_format
         if written_as != "hermes":
             message[WRITTEN_AS] = written_as
-        calls = [call.to_message() for call in parse_tool_calls(self.texts[-1], written_as) if call.error is None]
+        calls = [call.to_message() for call in self.calls if call.error is None]
         return {**message, "tool_calls": calls} if calls else message
 
     def add_result(self, result: MessageStepResult) -> None:
@@ -152,9 +160,12 @@ class _Episode:
     def continue_with(self, following: Sequence[Message]) -> None:
         """Makes the next prompt."""
         turn = self.turns[-1]
-        self.prompt, kept = self.chat.extend(self.conversation, following, prompt_P=turn.prompt, tokens_T=turn.tokens)
-        self.retokenized_turns += not kept
-        self.conversation += [{"role": "assistant", "content": self.texts[-1]}, *following]
+        extended = self.chat.extend(
+            self.conversation, following, prompt_P=turn.prompt, tokens_T=turn.tokens, calls=self.calls
+        )
+        self.prompt = extended.prompt
+        self.retokenized_turns += not extended.kept
+        self.conversation += extended.messages
 
     def to_rollout(self, adapter: MessageEnvAdapter, policy_step: int) -> Rollout:
         """The finished rollout, with its reward checked against the task's declared range."""
@@ -187,16 +198,18 @@ class _Episode:
 class _Formats:
     """Caches chat formats by their tools, and the ids of the conversations that several episodes begin with."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, written_as: ToolCallFormat | None) -> None:
         self._tokenizer = tokenizer
+        self._written_as: ToolCallFormat | None = written_as
         self._formats: dict[str, ChatFormat] = {}
         self._prompts: dict[str, list[int]] = {}
-        self.format(())  # fails here if the tokenizer has no template, instead of in each episode
+        if not template_text(tokenizer):
+            self.format(())  # fails here if the tokenizer has no template, instead of in each episode
 
     def format(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
         key = json.dumps(list(tools), default=str)
         if key not in self._formats:
-            self._formats[key] = ChatFormat(self._tokenizer, tools)
+            self._formats[key] = ChatFormat(self._tokenizer, tools, written_as=self._written_as)
         return self._formats[key]
 
     def prompt(self, chat: ChatFormat, conversation: Sequence[Message]) -> list[int]:

@@ -64,6 +64,7 @@ class RolloutWorker:
                 group_size=group_size,
                 limits=EpisodeLimits(config.max_turns, config.max_episode_tokens, config.max_episode_s),
                 policy_step=policy_step,
+                tool_call_format=config.tool_call_format,
             )
             return run_in_own_thread(episodes)
         retries = Retries(config.grader_retries, config.grader_backoff_s)

@@ -20,7 +20,7 @@ from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResu
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
 from mint.rl.tasks.tool_calls import Tool, ToolError, as_text
-from mint.types.tool_call_formats import ToolCall, parse_tool_calls, without_reasoning
+from mint.types.tool_call_formats import ToolCall, read_reply, with_ids
 
 Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
 """(final text, tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
@@ -85,12 +85,13 @@ class ToolEnv(MessageEnv):
         """Answers the tool calls in the message, or grades it as the final text."""
         content = message["content"]
         violations = Counter(forbidden=sum(1 for pattern in self._forbidden if pattern.search(content)))
-        calls = parse_tool_calls(content, message.get(WRITTEN_AS, "hermes"))
+        reply = read_reply(content, message.get(WRITTEN_AS, "hermes"), self._tools)
+        calls = with_ids(reply.calls, len(self._results))
         if calls and any(self._is_async(call) for call in calls):
             return self._answer_later(calls, violations)
         if calls:
             return self._answered(calls, self._answer(calls, violations), violations)
-        graded = self._grade(without_reasoning(content), tuple(self._results))
+        graded = self._grade(reply.text, tuple(self._results))
         if inspect.isawaitable(graded):
             return self._finish_later(graded, violations)
         return self._result(violations, outcome=_outcome(graded))
@@ -172,7 +173,8 @@ class ToolEnv(MessageEnv):
             "ms": round(1000 * (0.0 if answer is None else answer.seconds), 3),
         }
         content = as_text(None if answer is None else answer.value) if problem is None else f"error: {problem}"
-        return {"role": "tool", "name": call.name or "unknown", "content": content, NOT_RENDERED: facts}
+        name = call.name or "unknown"
+        return {"role": "tool", "name": name, "tool_call_id": call.id, "content": content, NOT_RENDERED: facts}
 
     def _result(
         self,
