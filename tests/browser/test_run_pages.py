@@ -29,7 +29,11 @@ CHARTS = {
     "ratio": {"mean": "train/ratio", "min": "train/ratio_min", "max": "train/ratio_max", "p99": "train/ratio_p99"},
     "mismatch": {"mean": "mismatch/mean_abs_logprob_diff", "max": "mismatch/max_abs_logprob_diff"},
     "rate": {"learning rate": "learning_rate", "temperature": "temperature"},
-    "phases": {"rollouts": "time/rollouts_s", "train": "time/train_s"},
+    "phases": {
+        "sampling": "time/sampling_s",
+        "grading after it": "time/grading_after_sampling_s",
+        "training": "time/train_s",
+    },
 }
 """What the folder calls the numbers of each chart; written down apart from the scripts that draw them."""
 
@@ -172,7 +176,7 @@ def test_the_crosshair_says_the_numbers_of_its_step_and_leads_to_its_rollouts(ta
             page.keyboard.press("ArrowRight")  # the evaluations before training have a place, too
         said = plot.get_attribute("aria-label")
         assert f"step {row['step']:.0f}:" in said
-        values = dict(zip(["success rate", "reward"], texts(page, "[data-chart=reward] .key b"), strict=True))
+        values = shown_values(page, "reward")
         assert_shows(values["reward"], row["reward/mean"], said)
         assert_shows(values["success rate"], row["success/rate"], said)
     page.keyboard.press("Enter")
@@ -264,10 +268,19 @@ def chart_table(page: Any, chart: str) -> dict[int, dict[str, str]]:
         card.locator(".chart-toggle").last.click()
     wait_until(lambda: card.locator("tbody tr").count())
     _, *heads = card.locator("thead th").all_inner_texts()
-    return {
-        int(row.locator("th").inner_text()): dict(zip(heads, row.locator("td").all_inner_texts(), strict=True))
-        for row in card.locator("tbody tr").all()
-    }
+
+    def values(row: Any) -> dict[str, str]:
+        shown = zip(heads, row.locator("td").all_inner_texts(), strict=True)
+        return {label: text for head, text in shown for label in head.split(" = ")}
+
+    return {int(row.locator("th").inner_text()): values(row) for row in card.locator("tbody tr").all()}
+
+
+def shown_values(page: Any, chart: str) -> dict[str, str]:
+    """The numbers in the legend of a chart by label; one entry may stand for several equal series."""
+    keys = page.locator(f"[data-chart={chart}] .key").all()
+    shown = [(key.inner_text(), key.locator("b").inner_text()) for key in keys]
+    return {label: value for text, value in shown for label in text.removesuffix(value).strip().split(" = ")}
 
 
 def assert_shows(text: str, value: float | None, where: str) -> None:

@@ -290,6 +290,28 @@ def test_a_supervised_run_is_started_stopped_and_resumed_by_requests(home: Path,
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > stopped_at
 
 
+class _Waiting(RunCommands):
+    """Runs commands that take a moment and write nothing."""
+
+    def start(self, recipe: str, task: str, settings: Any) -> tuple[Path, list[str]]:
+        return Path("stopped"), ["--version"]
+
+    def resume(self, folder: Path) -> list[str]:
+        return ["--version"]
+
+
+def test_a_run_that_is_over_is_resumed_though_its_process_has_not_ended_yet(home: Path) -> None:
+    folder = write_config(home / "runs" / "stopped")
+    process = {"pid": 1, "host": "elsewhere", "began_at": 1.0, "ended_at": 2.0, "outcome": "stopped", "error": None}
+    (folder / "process.json").write_text(json.dumps(process))
+    with showing(home, commands=_Waiting(Settings(), home)) as (_, client):
+        first = client.post(f"{API}/launches", json={"task": "math"}).json()["launch"]
+        assert first["state"] == "running"
+        resumed = client.post(f"{API}/runs/stopped/resume")
+        assert resumed.status_code == 200, resumed.text
+        assert ended(client, first["launch"])["state"] == ended(client, resumed.json()["launch"]["launch"])["state"]
+
+
 def test_pages_that_start_nothing_name_the_command_of_pages_that_do(tmp_path: Path) -> None:
     with showing(tmp_path) as (_, client):
         assert f"mint dashboard --start-runs --data-dir {tmp_path}" in client.get("/").text

@@ -146,6 +146,21 @@ export class Board {
   }
 }
 
+/** The series of a run, those whose values are equal at every step as one with all their labels.
+ * @param {Series[]} all @param {RunData} run @returns {Series[]} */
+function joinedWhereEqual(all, run) {
+  /** @type {{series: Series, values?: (number | null)[]}[]} */
+  const found = [];
+  for (const series of all) {
+    const { values } = series.read(run);
+    const same = found.find((other) => series.side === other.series.side && values?.length === other.values?.length
+      && values?.every((value, i) => value === other.values?.[i]));
+    if (same) same.series = { ...same.series, label: `${same.series.label} = ${series.label}` };
+    else found.push({ series, values });
+  }
+  return found.map(({ series }) => series);
+}
+
 /** One chart in its panel: title, legend, plot, and the data as a table. */
 class Chart {
   /** @type {uPlot | null} */
@@ -205,7 +220,8 @@ class Chart {
     const { runs } = this.board;
     if (Math.max(...runs.map(({ steps }) => steps.length)) < LEAST_STEPS) return "";
     const values = [];
-    for (const series of this.#available()) {
+    const present = this.#present();
+    for (const series of present) {
       const found = new Set();
       for (const run of runs) {
         const read = series.read(run);
@@ -213,7 +229,8 @@ class Chart {
         for (const value of read.values ?? []) if (value !== null) found.add(value);
         if (found.size > 1) return "";
       }
-      values.push(`${series.label} ${this.#format([...found][0])}`);
+      const label = present.length === 1 && series.label === this.spec.title ? "" : `${series.label} `;
+      values.push(label + this.#format([...found][0]));
     }
     return values.join(", ");
   }
@@ -253,7 +270,13 @@ class Chart {
     return all.filter(({ key }, i) => (this.chosen ? key === this.chosen : i === 0));
   }
 
+  /** @returns {Series[]} those that have numbers; of one run, those with equal numbers as one, which would hide each other */
   #available() {
+    const present = this.#present();
+    return this.board.isComparing || this.spec.isStacked ? present : joinedWhereEqual(present, this.board.runs[0]);
+  }
+
+  #present() {
     const { runs } = this.board;
     return this.spec.series(runs).filter((series) => runs.some((run) => {
       const { values, evaluations } = series.read(run);

@@ -80,7 +80,7 @@ function showSearch({ status, metric, evaluated = [], result, error }) {
     : "loading the model …";
   const place = find("#bisect-result");
   if (status === "failed") {
-    place.replaceChildren(el("p", { class: "chat-error" }, [error?.error, error?.remedy].filter(Boolean).join(" — ")));
+    place.replaceChildren(el("p", { class: "chat-error" }, error?.error ?? ""));
   } else if (status === "done") place.replaceChildren(...resultOf(result));
   else place.replaceChildren();
 }

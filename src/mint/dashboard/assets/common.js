@@ -3,17 +3,16 @@
 
 const API = "/dashboard/v1/";
 
-/** An error from the API: a sentence, and if known the field, its value and a remedy. */
+/** An error from the API: a sentence with its remedy, and if known the field. */
 export class ApiError extends Error {
   /**
    * @param {number} status HTTP status, 0 where no answer came
-   * @param {{error?: string, field?: string, value?: unknown, remedy?: string}} body
+   * @param {{error?: string, field?: string}} body
    */
   constructor(status, body) {
-    super([body.error ?? `The server answered ${status}`, body.remedy].filter(Boolean).join(" — "));
+    super(body.error ?? `The server answered ${status}`); // the server's sentence ends with the remedy
     this.status = status;
     this.field = body.field;
-    this.remedy = body.remedy;
   }
 }
 
@@ -53,7 +52,7 @@ async function ask(url, options) {
     answer = await fetch(url, { ...options, headers: { accept: "application/json", ...options.headers } });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
-    throw new ApiError(0, { error: "The server does not answer", remedy: "Is it still running?" });
+    throw new ApiError(0, { error: "The server does not answer. Is it still running?" });
   }
   if (answer.status === 401) location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
   const body = await answer.json().catch(() => ({}));

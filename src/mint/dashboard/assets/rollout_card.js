@@ -118,8 +118,8 @@ export class Card {
     if (!parts.length) return null;
     const list = el("dl", { class: "parts", "aria-label": "Parts of the reward" });
     for (const [name, value] of parts) {
-      const bar = el("span", { class: `bar ${value < 0 ? "bar--neg" : "bar--pos"}` });
-      bar.style.width = `${limit ? (50 * Math.abs(value)) / limit : 0}%`;
+      const bar = value ? el("span", { class: `bar ${value < 0 ? "bar--neg" : "bar--pos"}` }) : null;
+      if (bar) bar.style.width = `${(50 * Math.abs(value)) / limit}%`;
       list.append(
         el("dt", { title: name }, el("bdi", {}, name)),
         el("dd", { class: "parts-bar", "aria-hidden": "true" }, bar),

@@ -68,6 +68,26 @@ const losses = (/** @type {RunData[]} */ runs) =>
 
 const hasTurns = (/** @type {RunData} */ run) => run.column("rollouts/turns_mean").some((turns) => turns !== null && turns > 1);
 
+const hasSampling = (/** @type {RunData} */ run) => run.column("time/sampling_s").some((seconds) => seconds !== null);
+
+const wholePhases = [metric("time/rollouts_s", "rollouts"), metric("time/train_s", "training")];
+
+/** Parts of a step that follow each other, so that their sum is its time. @type {Series[]} */
+const partsOfStep = [
+  metric("time/sampling_s", "sampling"),
+  metric("time/grading_after_sampling_s", "grading after it"),
+  {
+    key: "time/rollouts_s:rest",
+    label: "rest of rollouts",
+    read: (run) => {
+      const [sampling, grading] = [run.column("time/sampling_s"), run.column("time/grading_after_sampling_s")];
+      return { values: run.column("time/rollouts_s").map((all, i) =>
+        (all === null ? null : Math.max(0, all - (sampling[i] ?? 0) - (grading[i] ?? 0)))) };
+    },
+  },
+  metric("time/train_s", "training"),
+];
+
 const always = (/** @type {Series[]} */ ...series) => () => series;
 
 /** @type {ChartSpec[]} */
@@ -102,7 +122,7 @@ export const CHARTS = [
   { id: "rate", title: "Learning rate and temperature", y: "learning rate", right: "temperature", series: always(metric("learning_rate", "learning rate"), metric("temperature", "temperature", "right")) },
   { id: "throughput", title: "Throughput", y: "sampled tokens per second", unit: "count", include: [0], series: always(throughput) },
   { id: "phases", title: "Time per phase", y: "time per step", unit: "seconds", include: [0], isStacked: true,
-    series: (runs) => below("time/", "_s")(runs).filter(({ key }) => key !== "time/unix_s") },
+    series: (runs) => (runs.some(hasSampling) ? partsOfStep : wholePhases) },
 ];
 
 /** A chart of one metric. @param {string} name @returns {ChartSpec} */

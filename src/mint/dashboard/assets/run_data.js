@@ -9,6 +9,7 @@
  */
 
 const UNIX_S = "time/unix_s";
+const PHASES = ["time/rollouts_s", "time/train_s"];
 
 export class RunData {
   /**
@@ -54,9 +55,9 @@ export class RunData {
     return Object.keys(this.columns).filter((name) => name !== "step" && name !== UNIX_S).sort();
   }
 
-  /** The phases of a step by name, in seconds. */
+  /** The phases of a step by name, in seconds. They follow each other; the other times of a step are parts of them. */
   get phases() {
-    return this.names.filter((name) => name.startsWith("time/") && name.endsWith("_s"));
+    return PHASES.filter((name) => name in this.columns);
   }
 
   /** @param {string} name @returns {(number | null)[]} */

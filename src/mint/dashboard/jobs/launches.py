@@ -16,6 +16,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -29,6 +30,10 @@ MAX_KEPT = 32
 MAX_OUTPUT_BYTES = 1 << 20
 TOLD_CHARACTERS = 1_000
 """The page of a failed process shows at most so many characters: the last ones that the process printed."""
+
+EXIT_S = 10.0
+"""How long a resume waits for the exit of the process that a page started for the same run. A run is over before its
+process is: Python ends its threads and its model after the run's last write."""
 
 STATES = {0: "done", 130: "stopped"}
 """By exit status; `mint train` ends with 130 when it was asked to stop."""
@@ -123,7 +128,9 @@ class Launches:
         if state in ("running", "finished"):
             remedy = "Stop it first" if state == "running" else "Start a new run from its last checkpoint: init_from"
             raise InvalidRequestError(f"is {state}", field="run", value=run, remedy=remedy)
-        return self._begin("resume", run, None, commands.resume(folder))
+        arguments = commands.resume(folder)
+        self._wait_for_exit(run)
+        return self._begin("resume", run, None, arguments)
 
     def evaluate(self, run: str, given: object) -> dict[str, Any]:
         """Evaluates a checkpoint of a run on its task: `given` is an object with `checkpoint`.
@@ -141,6 +148,13 @@ class Launches:
         with self._lock:
             found = list(self._launches.items())
         return [_entry(name, launch) for name, launch in reversed(found)]
+
+    def _wait_for_exit(self, run: str) -> None:
+        with self._lock:
+            living = [one for one in self._launches.values() if one.run == run and one.kind != "evaluate"]
+        for launch in living:
+            with suppress(subprocess.TimeoutExpired):
+                launch.process.wait(EXIT_S)
 
     def _allowed(self, command: str) -> PageCommands:
         if self._commands is None:
