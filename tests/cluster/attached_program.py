@@ -13,9 +13,9 @@ from pathlib import Path
 
 from clusters import cluster, torch_engine
 from ray_nodes import end
+from sdk_run import run
 
 import mint
-from mint import types
 from mint.cluster.ray_runtime import Place
 from mint.compose.embedded import open_embedded
 
@@ -27,27 +27,14 @@ def main(address: str, trainers: str, samplers: str, model: str, data_dir: str) 
         engine = torch_engine()
     else:
         engine = cluster(int(trainers), samplers=int(samplers), place=Place(address))
-    seen: list[object] = []
+
+    def disturb(step: int) -> None:
+        if step == 1:
+            for pid in os.environ.get("END", "").split():
+                end(int(pid))
+
     with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(data_dir), engine=engine)) as service:
-        client = service.create_lora_training_client(model, rank=4, seed=3)
-        for step in range(STEPS):
-            sampler = client.save_weights_and_get_sampling_client()
-            params = types.SamplingParams(max_tokens=6, seed=step)
-            samples = sampler.sample(types.ModelInput.from_ints([20 + step, 30]), 4, params).result()
-            seen.append([(list(own.tokens), list(own.logprobs)) for own in samples.sequences])
-            data = [
-                types.Datum(
-                    model_input=types.ModelInput.from_ints([20 + step, 30, *own.tokens[:-1]]),
-                    loss_fn_inputs={"target_tokens": [30, *own.tokens], "weights": [0.0] + [1.0] * len(own.tokens)},
-                )
-                for own in samples.sequences * 16
-            ]
-            passed = client.forward_backward(data, "cross_entropy")
-            if step == 1:
-                for pid in os.environ.get("END", "").split():
-                    end(int(pid))
-            stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
-            seen.append([passed.result().metrics["loss:sum"], stepped.result().state_digest])
+        seen = run(service, model, STEPS, disturb)
         state = getattr(engine, "cluster_state", {})
     print(json.dumps({"seen": seen, "state": state}))
 

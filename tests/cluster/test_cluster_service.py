@@ -17,9 +17,9 @@ from waiting import wait_until
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
 
 from clusters import cluster, grpo_step, open_model, torch_engine
+from sdk_run import run
 
 import mint
-from mint import types
 from mint.cluster import groups
 from mint.cluster.engine import ClusterEngine
 from mint.compose.embedded import open_embedded
@@ -40,28 +40,14 @@ def engine() -> Iterator[ClusterEngine]:
 
 def program(data_dir: Path, folder: Path, engine: Engine, *, kill_at: int | None = None) -> list[object]:
     """A small run through the SDK: what it samples, its losses and its digests; a rank is killed in step `kill_at`."""
-    seen: list[object] = []
+
+    def disturb(step: int) -> None:
+        if step == kill_at:
+            assert isinstance(engine, ClusterEngine)
+            os.kill(engine.processes[1], signal.SIGKILL)
+
     with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=data_dir, engine=engine)) as service:
-        client = service.create_lora_training_client(str(folder), rank=4, seed=3)
-        for step in range(STEPS):
-            sampler = client.save_weights_and_get_sampling_client()
-            params = types.SamplingParams(max_tokens=6, seed=step)
-            samples = sampler.sample(types.ModelInput.from_ints([20 + step, 30]), 4, params).result()
-            seen += [(own.tokens, own.logprobs) for own in samples.sequences]
-            data = [
-                types.Datum(
-                    model_input=types.ModelInput.from_ints([20 + step, 30, *own.tokens[:-1]]),
-                    loss_fn_inputs={"target_tokens": [30, *own.tokens], "weights": [0.0] + [1.0] * len(own.tokens)},
-                )
-                for own in samples.sequences * 8
-            ]
-            passed = client.forward_backward(data, "cross_entropy")
-            if step == kill_at:
-                assert isinstance(engine, ClusterEngine)
-                os.kill(engine.processes[1], signal.SIGKILL)
-            stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
-            seen += [passed.result().metrics["loss:sum"], stepped.result().state_digest]
-    return seen
+        return run(service, str(folder), STEPS, disturb, copies=8)
 
 
 def test_a_run_on_ranks_gives_the_bits_of_one_process(tmp_path: Path, folder: Path, engine: ClusterEngine) -> None:
