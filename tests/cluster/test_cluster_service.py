@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from mint.errors import InvalidRequestError, NotFoundError
 pytestmark = pytest.mark.slow
 
 STEPS = 6
+NOTHING: Mapping[int, int] = {}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,21 @@ def engine() -> Iterator[ClusterEngine]:
     engine.close()
 
 
-def program(data_dir: Path, folder: Path, engine: Engine, *, kill_at: int | None = None) -> list[object]:
-    """A small run through the SDK: what it samples, its losses and its digests; a rank is killed in step `kill_at`."""
+def program(
+    data_dir: Path, folder: Path, engine: Engine, *, kill_at: int | None = None, resize: Mapping[int, int] = NOTHING
+) -> list[object]:
+    """A small run through the SDK: what it samples, its losses and its digests.
+
+    A rank is killed in step `kill_at`; from a step of `resize` on, so many ranks train.
+    """
 
     def disturb(step: int) -> None:
         if step == kill_at:
             assert isinstance(engine, ClusterEngine)
             os.kill(engine.processes[1], signal.SIGKILL)
+        if step in resize:
+            assert isinstance(engine, ClusterEngine)
+            engine.resize(trainers=resize[step])
 
     with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=data_dir, engine=engine)) as service:
         return run(service, str(folder), STEPS, disturb, copies=8)
@@ -59,6 +68,17 @@ def test_a_run_in_which_a_rank_is_killed_gives_the_same(tmp_path: Path, folder: 
     disturbed = program(tmp_path / "killed", folder, engine, kill_at=3)
     assert engine.cluster_state["lost"] == lost + 1
     assert disturbed == program(tmp_path / "one", folder, torch_engine())
+
+
+def test_a_run_in_which_the_number_of_ranks_changes_gives_the_same(
+    tmp_path: Path, folder: Path, engine: ClusterEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = engine.cluster_state["lost"]
+    wanted = {1: 1, 3: 3, 4: 2}
+    with caplog.at_level("WARNING"):
+        found = program(tmp_path / "resized", folder, engine, resize=wanted)
+    assert found == program(tmp_path / "one", folder, torch_engine())
+    assert caplog.text.count("are wanted") == 3 and engine.cluster_state["lost"] == lost
 
 
 def test_a_frozen_rank_is_noticed_and_the_ranks_start_again(

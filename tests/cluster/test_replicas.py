@@ -98,6 +98,27 @@ def test_samples_have_the_bits_of_one_process_on_both_replicas(alone: Engine, en
     assert engine.sampling_counters()["sampled"] > 0 and engine.kv_pages()["total"] > 0
 
 
+def test_replicas_come_and_go_while_jobs_run_and_give_the_same_bits(alone: Engine, engine: ClusterEngine) -> None:
+    jobs = some_jobs(tokens=200)
+    expected = [bits(result) for result in alone.sample(jobs)]
+    lost = engine.cluster_state["samplers_lost"]
+    batch, results = engine.open_batch(), {}
+    for place, own in enumerate(jobs):
+        batch.add(str(place), own)
+    while not all(own["sequences"] for own in engine.cluster_state["replicas"]):
+        results |= batch.step()
+    engine.resize(samplers=1)
+    while batch.keys:
+        results |= batch.step()
+    assert [bits(results[str(place)]) for place in range(len(jobs))] == expected
+    assert [bits(result) for result in engine.sample(jobs)] == expected
+    assert len(engine.replica_processes) == 1
+    engine.resize(samplers=2)
+    wait_until(lambda: engine.sample(jobs[:1]) and len(engine.replica_processes) == 2)
+    assert [bits(result) for result in engine.sample(jobs)] == expected
+    assert engine.cluster_state["samplers_lost"] == lost
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_jobs_of_a_lost_replica_run_again_and_no_token_is_told_twice(
     alone: Engine, engine: ClusterEngine, monkeypatch: pytest.MonkeyPatch, how: signal.Signals

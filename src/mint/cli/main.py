@@ -10,8 +10,8 @@ from typer.core import TyperGroup
 from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
 from mint.cli.chaos import chaos
+from mint.cli.cluster import scale, status
 from mint.cli.recover import recover
-from mint.cli.status import status
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail, renamed
 from mint.errors import MintError, MissingExtraError
@@ -64,6 +64,7 @@ app.command()(train.demo)
 app.command(cls=train.TrainCommand)(train.train)
 app.command()(serve.serve)
 app.command()(status)
+app.command()(scale)
 app.command()(recover)
 app.add_typer(serve.keys_app, name="keys")
 app.add_typer(storage.models_app, name="models")

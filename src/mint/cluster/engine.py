@@ -104,6 +104,27 @@ class ClusterEngine:
         own = {"trainers": self._trainers, "running": len(ranks), "lost": self._losses, "ranks": ranks}
         return own | self._sampling.state
 
+    def resize(self, *, trainers: int | None = None, samplers: int | None = None) -> None:
+        """Sets the number of ranks from the next training request on, and that of replicas from the next sample on.
+
+        None leaves a number as it is. The ranks start again, and the service restores the models. A replica that is
+        not wanted any more gets no further jobs, and ends after those that it has. Any thread may call.
+
+        Raises:
+            InvalidRequestError: this process samples, not replicas.
+        """
+        if samplers is not None:
+            if not isinstance(self._sampling, Replicas):
+                raise InvalidRequestError(
+                    "cannot be changed: the server's own process samples",
+                    field="samplers",
+                    value=samplers,
+                    remedy="Start the server with --samplers",
+                )
+            self._sampling.wanted = samplers
+        if trainers is not None:
+            self._trainers = trainers
+
     @property
     def processes(self) -> list[int]:
         """The process ids of the ranks. Any thread may ask."""
@@ -120,9 +141,7 @@ class ClusterEngine:
         self._sampling.close()
         if self._group is not None:
             self._group.close()
-        self._group = None
-        self._models.clear()
-        self._bases.clear()
+        self._forget_ranks()
 
     # --- both lanes ----------------------------------------------------------------------------------------------
 
@@ -308,16 +327,27 @@ class ClusterEngine:
         return self._guard(lambda: group.run(work))
 
     def _started(self) -> RankGroup:
+        """The ranks, in the number that is wanted now.
+
+        Raises:
+            ModelsLostError: they were started in another number, and have ended; or they cannot be started.
+        """
+        if self._group is not None and self._group.wanted != self._trainers:
+            reason = f"there were {self._group.wanted} ranks, and {self._trainers} are wanted"
+            self._group.close()
+            self._forget_ranks()
+            raise ModelsLostError(reason)
         if self._group is None:
             self._group = self._guard(self._start_group)
         return self._group
 
     def _start_group(self) -> RankGroup:
         """Starts the ranks, and tries again: for some seconds, Ray places processes on a node that is lost."""
+        wanted = self._trainers
         for _ in range(START_ATTEMPTS - 1):
             with contextlib.suppress(RankLostError):
-                return RankGroup(self._open_engine, self._trainers, place=self._place)
-        return RankGroup(self._open_engine, self._trainers, place=self._place)
+                return RankGroup(self._open_engine, wanted, place=self._place)
+        return RankGroup(self._open_engine, wanted, place=self._place)
 
     def _guard(self, call: Any) -> Any:
         try:
@@ -327,9 +357,12 @@ class ClusterEngine:
 
     def _lose(self, reason: str, error: Exception | None) -> None:
         """Forgets all models: the ranks have ended."""
-        self._group = None
-        self._models.clear()
-        self._bases.clear()
+        self._forget_ranks()
         self._losses += 1
         log.error("%s; the ranks start again", reason)
         raise ModelsLostError(reason) from error
+
+    def _forget_ranks(self) -> None:
+        self._group = None
+        self._models.clear()
+        self._bases.clear()

@@ -57,6 +57,7 @@ class RankGroup:
             RankLostError: a rank has died as it started, or there is no room for one.
             Exception: what an engine has raised as it was made.
         """
+        self.wanted = world
         self._silence_s = silence_s
         self._processes: list[Process] = []
         self._ranks: list[Any] = []

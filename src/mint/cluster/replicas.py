@@ -86,6 +86,7 @@ class _Member:
     state: ReplicaState
     asked: Any  # the reference to what it was asked last: its start, then news
     silent_since: float
+    is_leaving: bool = False  # it ends after its jobs
     process: Process | None = None  # once it has started
     jobs: dict[int, _Job] = field(default_factory=dict)
     bases: set[str] = field(default_factory=set)
@@ -102,7 +103,10 @@ class _Member:
 
 
 class Replicas:
-    """`replicas` processes that sample. One thread at a time samples; versions come from any."""
+    """Processes that sample. One thread at a time samples; versions come from any.
+
+    `wanted` is how many there are to be. Any thread may set it; replicas come and go at the next step.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Replicas:
         `check_base` is given each base that a replica has loaded, and raises if its numbers would differ.
         """
         self._open_engine = open_engine
-        self._wanted = replicas
+        self.wanted = replicas
         self._check_base = check_base
         self._place = place
         self._lora_limit_bytes = lora_limit_bytes
@@ -174,7 +178,7 @@ class Replicas:
         loras. Any thread may ask."""
         running = [member for member in list(self._members.values()) if member.pid is not None]
         return {
-            "samplers": self._wanted,
+            "samplers": self.wanted,
             "sampling": len(running),
             "samplers_lost": self._losses,
             "versions": len(self._versions),
@@ -239,7 +243,7 @@ class Replicas:
             ReplicaLostError: replicas cannot be started.
             Exception: a step of a replica has failed, or a listener.
         """
-        self._start_missing()
+        self._fit_number()
         for version in self._versions.take_gone():
             for member in self._members.values():
                 if member.state.forget(version):
@@ -250,7 +254,11 @@ class Replicas:
         self._listen(timeout_s)
 
     def _give_jobs(self) -> None:
-        running = {number: member.state for number, member in self._members.items() if member.pid is not None}
+        running = {
+            number: member.state
+            for number, member in self._members.items()
+            if member.pid is not None and not member.is_leaving
+        }
         while self._waiting:
             number = route(running, self._waiting[0].needs)
             if number is None:  # later ones wait, too: otherwise it could wait for ever
@@ -377,17 +385,37 @@ class Replicas:
 
     # --- replicas that come and go -------------------------------------------------------------------------------
 
-    def _start_missing(self) -> None:
-        if len(self._members) >= self._wanted:
-            return
+    def _fit_number(self) -> None:
+        """Starts the replicas that are missing, and ends those that are too many once they have no jobs."""
+        staying = [member for member in self._members.values() if not member.is_leaving]
+        for member in list(self._members.values()):
+            if member.is_leaving and len(staying) < self.wanted:
+                member.is_leaving = False
+                staying.append(member)
+        for member in sorted(staying, key=lambda own: own.state.sequences)[: max(0, len(staying) - self.wanted)]:
+            member.is_leaving = True
+        for member in list(self._members.values()):
+            if member.is_leaving and not member.jobs:
+                self._remove_member(member)
+                log.info("a replica leaves: process %s", member.pid)
+        missing = self.wanted - sum(not member.is_leaving for member in self._members.values())
+        if missing > 0:
+            self._start(missing)
+
+    def _start(self, missing: int) -> None:
         start_ray(self._place)
         groups = {"orders": 1, "news": 1}
         remote = ray.remote(**self._place.options(REPLICA), max_restarts=0, concurrency_groups=groups)(Replica)
-        while len(self._members) < self._wanted:
+        for _ in range(missing):
             number = next(self._numbers)
             actor: Any = remote.remote(self._open_engine)
             state = ReplicaState(self._lora_limit_bytes)
             self._members[number] = _Member(number, actor, state, actor.open.remote(), time.monotonic())
+
+    def _remove_member(self, member: _Member) -> None:
+        end_process(member.actor, member.process)
+        del self._members[member.number]
+        self._ended_counters.update(member.counters)
 
     def _store(self, vector: np.ndarray) -> Any:
         start_ray(self._place)
@@ -395,15 +423,14 @@ class Replicas:
 
     def _lose(self, member: _Member, reason: str) -> None:
         """Ends a replica; its jobs wait for another one, the earliest first."""
-        end_process(member.actor, member.process)
-        del self._members[member.number]
+        self._remove_member(member)
         self._losses += 1
-        self._ended_counters.update(member.counters)
         name = "a replica" if member.pid is None else f"the replica of process {member.pid}"
         log.error("%s %s; another one starts, and %d jobs run again", name, reason, len(member.jobs))
         if member.pid is None:
             self._failed_starts += 1
-            if self._failed_starts >= MAX_LOSSES:
+            others = any(own.pid is not None for own in self._members.values())
+            if self._failed_starts >= MAX_LOSSES and not others:
                 self._failed_starts = 0
                 raise ReplicaLostError(f"{MAX_LOSSES} replicas in turn could not start; the last one {reason}")
         for own in sorted(member.jobs.values(), key=lambda job: -job.number):

@@ -78,6 +78,13 @@ class ClientConfigRequest(WireRequest):
     sdk_version: str = ""
 
 
+class ResizeClusterRequest(WireRequest):
+    """How many processes train and sample; what is left out stays as it is."""
+
+    trainers: int | None = Field(None, ge=1, le=64)
+    samplers: int | None = Field(None, ge=1, le=64)
+
+
 class CreateSessionRequest(WireRequest):
     """Opens a session; models and samplers belong to one.
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 import mint.wire as wire
+import mint.wire.requests as messages
 from mint.errors import NotFoundError
 from mint.server.http import openapi
 from mint.server.http.route_table import Call, Operation, RouteRow, respond
@@ -47,6 +48,17 @@ async def readyz(call: Call) -> Response:
     return respond(Health(status="not ready", problems=list(problems), warnings=warnings, cluster=cluster), status=503)
 
 
+def resize_cluster(call: Call) -> Response:
+    """Sets how many processes train and sample; what they are then. Results do not depend on it.
+
+    From the next training request on, so many ranks train; from the next sample on, so many replicas sample. A replica
+    that is not wanted any more ends after the requests that it has.
+    """
+    wanted = wire.decode(messages.ResizeClusterRequest, call.body)
+    call.service.resize_cluster(trainers=wanted.trainers, samplers=wanted.samplers)
+    return respond(Health(status="ok", cluster=dict(call.service.cluster_state)))
+
+
 def metrics(call: Call) -> Response:
     """Metrics for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts.
 
@@ -80,6 +92,15 @@ ROUTES: tuple[RouteRow, ...] = (
     _open("/health", healthz, Health),
     _open(f"{wire.API_PREFIX}/healthz", healthz, Health),
     _open("/readyz", readyz, Health),
+    RouteRow(
+        "POST",
+        f"{wire.API_PREFIX}/cluster",
+        resize_cluster,
+        request=messages.ResizeClusterRequest,
+        response=Health,
+        for_operators=True,
+        waits_for_disk=False,
+    ),
     RouteRow("GET", "/metrics", metrics, for_operators=True, waits_for_disk=False),
     _open("/openapi.json", describe),
     _open("/docs", docs),

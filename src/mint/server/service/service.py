@@ -21,7 +21,7 @@ import pydantic_core
 
 import mint.wire as wire
 from mint.engine.protocol import Engine
-from mint.errors import DamagedDataError, JournalError
+from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.models.peft_format import LayersOf, base_layers
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
@@ -296,6 +296,18 @@ class Service:
     def is_working(self) -> bool:
         """Whether requests are being worked on."""
         return self._worker.is_alive
+
+    def resize_cluster(self, *, trainers: int | None, samplers: int | None) -> None:
+        """Sets how many processes train and sample from the next request on; None leaves a number as it is.
+
+        Raises:
+            InvalidRequestError: there is no cluster, or no process that only samples.
+        """
+        resize = getattr(self._engine, "resize", None)
+        if resize is None:
+            remedy = "Start it with --cluster"
+            raise InvalidRequestError("has none: one process works", field="cluster", value="none", remedy=remedy)
+        resize(trainers=trainers, samplers=samplers)
 
     @property
     def cluster_state(self) -> Mapping[str, Any]:

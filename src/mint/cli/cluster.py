@@ -1,4 +1,4 @@
-"""`mint status`: whether a server is ready, and what its ranks and replicas do. It asks `GET /readyz`."""
+"""`mint status` and `mint scale`: what the processes of a server do, and how many there are to be."""
 
 from __future__ import annotations
 
@@ -21,26 +21,42 @@ TIMEOUT_S = 15.0
 """Longer than the server's own check of its journal takes."""
 
 
-def status(
-    url: Annotated[
-        str | None, typer.Option(help=f"the server's address; MINT_BASE_URL if not given, else {DEFAULT_URL}")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Whether a server is ready, and its ranks, replicas, versions and LoRAs. The exit status is 1 if it is not."""
-    from mint.config import read_settings  # deferred: `mint --help` answers at once
+Url = Annotated[str | None, typer.Option(help=f"the server's address; MINT_BASE_URL if not given, else {DEFAULT_URL}")]
 
+
+def status(url: Url = None, as_json: Json = False) -> None:
+    """Whether a server is ready, and its ranks, replicas, versions and LoRAs. The exit status is 1 if it is not."""
     try:
-        address = (url or read_settings().base_url or DEFAULT_URL).rstrip("/")
-        health = _ask(address)
+        address, health = _ask(url, "/readyz")
     except MintError as error:
         fail(error, as_json=as_json)
+    _show(address, health, as_json)
+    if health["status"] != "ok":
+        raise typer.Exit(1)
+
+
+def scale(
+    trainers: Annotated[int | None, typer.Option(min=1, max=64, help="how many processes train")] = None,
+    samplers: Annotated[int | None, typer.Option(min=1, max=64, help="how many processes sample")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Changes how many processes of a server train and sample, while it runs. Results do not depend on it."""
+    try:
+        if trainers is None and samplers is None:
+            remedy = "Give --trainers, --samplers or both"
+            raise InvalidRequestError("are not given", field="numbers", value="(none)", remedy=remedy)
+        address, health = _ask(url, "/api/v1/cluster", {"trainers": trainers, "samplers": samplers})
+    except MintError as error:
+        fail(error, as_json=as_json)
+    _show(address, health, as_json)
+
+
+def _show(address: str, health: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"url": address, **health}))
     else:
         print_pairs([(name, Text(text)) for name, text in [("server", address), *described(health)]])
-    if health["status"] != "ok":
-        raise typer.Exit(1)
 
 
 def described(health: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -71,28 +87,39 @@ def _replica(own: Mapping[str, Any]) -> str:
     return f"{own['jobs']} requests, {own['sequences']} sequences, {loras}"
 
 
-def _ask(address: str) -> dict[str, Any]:
-    """The answer of `GET /readyz`, also that of a server which is not ready.
+def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The server's address and its answer, also that of a server which is not ready; a POST with `content`.
 
     Raises:
-        InvalidRequestError: the address is none of a mint server.
+        InvalidRequestError: the address is none of a mint server, or the server refuses.
         ConnectionLostError: nobody answers there.
     """
+    from mint.config import read_settings  # deferred: `mint --help` answers at once
+
+    settings = read_settings()
+    address = (url or settings.base_url or DEFAULT_URL).rstrip("/")
     remedy = "Give the address of a mint server with --url or MINT_BASE_URL"
     if not address.startswith(("http://", "https://")):
         raise InvalidRequestError("is no http address", field="--url", value=address, remedy=remedy)
+    headers = {"Content-Type": "application/json"}
+    if settings.api_key is not None:
+        headers["X-API-Key"] = settings.api_key
+    body = None if content is None else json.dumps({name: value for name, value in content.items() if value}).encode()
+    request = urllib.request.Request(f"{address}{path}", body, headers)
     try:
-        with urllib.request.urlopen(f"{address}/readyz", timeout=TIMEOUT_S) as answer:
-            body = answer.read()
-    except urllib.error.HTTPError as error:  # 503 has a body, too
-        body = error.read()
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            answer = response.read()
+    except urllib.error.HTTPError as error:  # it has a body, too
+        answer = error.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConnectionLostError(f"no server answers at {address}: {reason}", remedy="Start mint serve") from error
     try:
-        health = json.loads(body)
+        found = json.loads(answer)
     except ValueError:
-        health = None
-    if not isinstance(health, dict) or not isinstance(health.get("status"), str):
-        raise InvalidRequestError("is not a mint server", field="--url", value=address, remedy=remedy)
-    return health
+        found = None
+    if isinstance(found, dict) and isinstance(found.get("status"), str):
+        return address, found
+    if isinstance(found, dict) and isinstance(found.get("error"), str):
+        raise InvalidRequestError(found["error"])
+    raise InvalidRequestError("is not a mint server", field="--url", value=address, remedy=remedy)

@@ -1,9 +1,10 @@
-"""`mint status` says what a server says about itself, and its exit status whether the server is ready."""
+"""`mint status` says what a server says about itself; `mint scale` changes how many processes it has."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from ports import free_port
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from mint.cli.main import app
 from mint.engine.fake_engine import FakeEngine
-from tests.server.server_harness import running
+from tests.server.server_harness import make_key, running
 
 REPLICA = {"process": 44, "jobs": 3, "sequences": 12, "loras": 2, "lora_bytes": 3 << 20}
 
@@ -19,10 +20,17 @@ REPLICA = {"process": 44, "jobs": 3, "sequences": 12, "loras": 2, "lora_bytes": 
 class OnCluster(FakeEngine):
     """An engine with ranks and replicas."""
 
-    cluster_state = {  # noqa: RUF012
+    cluster_state: ClassVar[dict[str, Any]] = {
         "trainers": 3, "running": 2, "lost": 1, "ranks": [41, 42], "samplers": 2, "sampling": 1, "samplers_lost": 5,
         "versions": 7, "waiting": 4, "replicas": [REPLICA],
     }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resized: list[tuple[int | None, int | None]] = []
+
+    def resize(self, *, trainers: int | None, samplers: int | None) -> None:
+        self.resized.append((trainers, samplers))
 
 
 def test_a_server_without_a_cluster_is_ready(tmp_path: Path) -> None:
@@ -42,6 +50,27 @@ def test_ranks_and_replicas_are_shown_with_what_they_have(tmp_path: Path) -> Non
         "process 44 3 requests, 12 sequences, 2 LoRAs (3.0 MiB)",
     ):
         assert part in text
+
+
+def test_scale_says_how_many_processes_there_are_to_be(tmp_path: Path) -> None:
+    engine = OnCluster()
+    with running(tmp_path, engine=engine) as server:
+        for options in (["--trainers", "3"], ["--samplers", "2"], ["--trainers", "1", "--samplers", "4"]):
+            shown = CliRunner().invoke(app, ["scale", *options, "--url", server.url])
+            assert shown.exit_code == 0 and "2 of 3 train" in shown.stdout, shown.output
+    assert engine.resized == [(3, None), (None, 2), (1, 4)]
+
+
+def test_scale_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        shown = CliRunner().invoke(app, ["scale", "--trainers", "3", "--url", server.url])
+        assert shown.exit_code == 1 and "--cluster" in shown.stderr
+        shown = CliRunner().invoke(app, ["scale", "--url", server.url])
+        assert shown.exit_code == 1 and "--samplers" in shown.stderr
+    make_key(tmp_path, "ann")
+    with running(tmp_path, operators=("olga",)) as server:
+        shown = CliRunner().invoke(app, ["scale", "--trainers", "3", "--url", server.url])
+        assert shown.exit_code == 1 and "key" in shown.stderr
 
 
 def test_a_server_that_is_not_ready_gives_its_reason_and_status_1(
