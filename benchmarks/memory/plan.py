@@ -38,7 +38,7 @@ NEW_TOKENS = 8
 MALLOC, BLOCK_BYTES = "MALLOC_MMAP_THRESHOLD_", "65536"
 """glibc gives blocks from this size on back to the system as soon as they are freed."""
 
-WAYS = ("kept", "recomputed", "sampled")
+WAYS = ("kept", "recomputed", "offloaded", "sampled")
 DType = Literal["float32", "bfloat16"]
 
 
@@ -91,7 +91,8 @@ def measure(folder: str, dtype: DType, way: str, tokens: int) -> None:
         threads=1,
         device="cpu",
         native=read_settings().native_folder,
-        recompute=way == "recomputed",
+        recompute=way in ("recomputed", "offloaded"),
+        offload_activations=way == "offloaded",
     )
     ids = np.random.default_rng(0).integers(2, 512, tokens + 1)
     loss = resolve_loss("cross_entropy")

@@ -15,6 +15,7 @@
 | `MINT_DISK_RESERVE_MIB` | space on the disk that nothing new may use | 2 % of the disk, at most 2048 |
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
+| `MINT_OFFLOAD_ACTIVATIONS` | recomputed layers keep their inputs in the host's memory (GPU) or in a file (CPU) | off |
 | `MINT_MICRO_BATCH_ROWS` | rows of a micro-batch in training; results depend on it in the last bits | by the memory |
 | `MINT_CLUSTER` | several processes work: `local` (this machine), `auto` (this Ray) or `ray://HOST:PORT` | none |
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
@@ -111,6 +112,7 @@ class Settings(BaseSettings):
     disk_reserve_mib: int | None = Field(None, ge=0)
     unnamed_samplers: int = Field(64, ge=1)
     recompute: bool | None = None
+    offload_activations: bool | None = None
     micro_batch_rows: int | None = Field(None, ge=1, le=1 << 20)
     native: bool | None = None
     batch_invariant: bool | None = None

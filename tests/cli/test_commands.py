@@ -130,7 +130,7 @@ def test_bisect_reads_only_what_it_needs(trained: dict[str, Any]) -> None:
 def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
     planned = last_line("plan", "--model", "mint/tiny", "--context", "256", "--group-size", "4", "--device-memory", "8")
     assert planned["free"] == 8 << 30 and planned["sequences"] > 4
-    assert planned["fits"] == {"kept": True, "recomputed": True}
+    assert planned["fits"] == {"kept": True, "recomputed": True, "offloaded": True}
     shown = mint("plan", "--model", "mint/tiny", "--device", "cuda", "--device-memory", "24")
     assert shown.exit_code == 0 and "A prediction" in shown.output
     refused = mint("plan")

@@ -313,7 +313,7 @@ def _plan_model(
         fail(error, as_json=as_json)
     if as_json:
         derived = {"sequences": planned.sequences, "fits_group": planned.fits_group}
-        fitting = {name: planned.fits(getattr(planned, name)) for name in ("kept", "recomputed")}
+        fitting = {name: planned.fits(getattr(planned, name)) for name in ("kept", "recomputed", "offloaded")}
         typer.echo(json.dumps({**asdict(planned), **derived, "fits": fitting}))
         return
     limits = planned.limits
@@ -331,6 +331,11 @@ def _plan_model(
         ("prompt", f"{_mib(planned.prompt)} for one of {planned.context} tokens, {limits.prefill_tokens} at once"),
         (f"training {planned.context} tokens", f"{_mib(planned.kept)}: {_fits(planned.fits(planned.kept))}"),
         ("with recomputation", f"{_mib(planned.recomputed)}: {_fits(planned.fits(planned.recomputed))}"),
+        (
+            "inputs offloaded, too",
+            f"{_mib(planned.offloaded)}: {_fits(planned.fits(planned.offloaded))}; {_mib(planned.host)} of the host's "
+            "memory, or of a file (MINT_OFFLOAD_ACTIVATIONS)",
+        ),
         ("micro-batch", f"{planned.micro_batch_rows} rows; a longer sequence is recomputed"),
     ]
     print_pairs([(name, Text(value)) for name, value in rows])

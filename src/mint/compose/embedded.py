@@ -158,6 +158,7 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
         "recompute": settings.recompute,
+        "offload_activations": settings.offload_activations,
         "batch_invariant": settings.batch_invariant,
         "micro_batch_rows": settings.micro_batch_rows,
     }

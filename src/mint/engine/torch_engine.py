@@ -80,6 +80,7 @@ class TorchEngine:
         kv_cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         recompute: bool | None = None,
+        offload_activations: bool = False,
         micro_batch_rows: int | None = None,
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
@@ -94,14 +95,16 @@ class TorchEngine:
         loaded, and no more than it can use. Up to `prefix_cache_bytes` of it (None: an eighth, or 512 MiB if that is
         more), and at most half, are kept for later prompts that begin alike. With `recompute`, training computes its
         activations again instead of keeping them: the same bits, less memory, about a third more time. None does so
-        only for sequences that are too long otherwise. `micro_batch_rows` are the rows of a micro-batch, which decide
-        the last bits of a gradient; None: by the memory of the device. `native` are kernels in C for a CPU, or the
-        folder where they are compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels`
-        a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. With
-        `batch_invariant` a sampled row on a GPU has the same bits in any batch, as it has on a CPU. `implementation`
-        is what computes base models: by default mint's own decoder where it knows the family, else the modules of
-        transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each number, on mint's
-        own decoder alone. `peers` are the processes that run each pass together; all get the same calls that train.
+        only for sequences that are too long otherwise. With `offload_activations`, what is kept then, the inputs of
+        layers, lies in the host's memory, or of a CPU in a temporary file: the same bits. `micro_batch_rows` are the
+        rows of a micro-batch, which decide the last bits of a gradient; None: by the memory of the device. `native` are
+        kernels in C for a CPU, or the folder where they are compiled and cached; None uses torch alone, whose last bits
+        differ. Without `gpu_kernels` a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of
+        Triton kernels. With `batch_invariant` a sampled row on a GPU has the same bits in any batch, as it has on a
+        CPU. `implementation` is what computes base models: by default mint's own decoder where it knows the family,
+        else the modules of transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each
+        number, on mint's own decoder alone. `peers` are the processes that run each pass together; all get the same
+        calls that train.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -111,6 +114,7 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
+        self._offload = offload_activations
         self._micro_batch_rows = micro_batch_rows
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
@@ -331,6 +335,7 @@ class TorchEngine:
                     self._device,
                     self._dtype,
                     recompute=self._recompute,
+                    offload=self._offload,
                     micro_batch_rows=self._micro_batch_rows,
                     caches=self._caches,
                     quantization=self._quantize,
@@ -343,6 +348,8 @@ class TorchEngine:
                 remedy="Unset it, or choose a family of docs/models.md",
             )
         self._device.require_batch_invariance(name, None, quantized=False)
+        if self._offload:
+            log.warning("MINT_OFFLOAD_ACTIVATIONS is not for %s: its layers are modules of transformers", name)
         # Deferred: it loads transformers' models, which own families do not need.
         from mint.engine.bases.transformers_base import TransformersBase
 

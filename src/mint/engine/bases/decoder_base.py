@@ -11,6 +11,7 @@ import torch
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
+from mint.engine.memory.activation_offload import offloaded
 from mint.engine.memory.base_bytes import base_bytes
 from mint.engine.memory.micro_batches import MIN_ROWS, activation_budget, bytes_per_row, fit_recompute, fit_rows
 from mint.engine.memory.sampling_limits import SamplingLimits, fit_limits, prompt_token_bytes
@@ -51,6 +52,7 @@ class DecoderBase(BaseModel):
         dtype: torch.dtype,
         *,
         recompute: bool | None,
+        offload: bool,
         micro_batch_rows: int | None,
         caches: CacheSizes,
         quantization: Quantization | None,
@@ -65,7 +67,7 @@ class DecoderBase(BaseModel):
         device.require_batch_invariance(name, config, quantized=quantization is not None)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
-        self._decoder = Decoder(config, tensors, operations, quantization)
+        self._decoder = Decoder(config, tensors, operations, quantization, offloaded if offload else None)
         self._device = device
         budget = activation_budget(
             operations,
@@ -103,6 +105,7 @@ class DecoderBase(BaseModel):
             "micro_batch_rows": micro_batching.rows,
             "activation_mib": budget >> 20,
             "recompute": RECOMPUTE[micro_batching.recompute],
+            "offload_activations": offload,
             "sampling_rows": self._limits.rows,
             "prefill_tokens": self._limits.prefill_tokens,
             "kv_cache_mib": self._kv_cache_bytes >> 20,

@@ -53,9 +53,10 @@ class MemoryPlan:
 
     `free` is what the device has before anything is loaded; `model` is one lora in training, and a copy to sample from.
     A sequence takes `kv_token` for each token, and `state` for its delta nets.
-    `kept` and `recomputed` are what a pass over one sequence of `context` tokens takes with and without activation
-    recomputation, beside the base and the model; `prompt` what computing a prompt of that length takes beside its keys
-    and values.
+    `kept`, `recomputed` and `offloaded` are what a pass over one sequence of `context` tokens takes of the device as it
+    is, with activation recomputation, and where the inputs of the layers are offloaded, too, which then take `host` of
+    the host's memory or of a file; all beside the base and the model. `prompt` is what computing a prompt of that
+    length takes beside its keys and values.
     """
 
     context: int
@@ -68,6 +69,8 @@ class MemoryPlan:
     kv_cache: int
     kept: int
     recomputed: int
+    offloaded: int
+    host: int
     prompt: int
     micro_batch_rows: int
     limits: SamplingLimits
@@ -131,6 +134,8 @@ def plan_memory(
         kv_cache=kv_cache,
         kept=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=False),
         recomputed=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=True),
+        offloaded=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=True, offload=True),
+        host=context * input_bytes(config),
         prompt=prompt_bytes(config, operations.dtype, context, limits.prefill_tokens),
         micro_batch_rows=rows,
         limits=limits,
@@ -138,12 +143,18 @@ def plan_memory(
     )
 
 
-def pass_bytes(config: DecoderConfig, operations: Operations, rows: int, *, recompute: bool) -> int:
-    """The most that a forward and backward of so many rows T of one sequence take at once, without loras."""
+def pass_bytes(
+    config: DecoderConfig, operations: Operations, rows: int, *, recompute: bool, offload: bool = False
+) -> int:
+    """The most of the device that a forward and backward of so many rows T of one sequence take at once, without loras.
+    With `offload`, the inputs of layers that are there are that of one, and on a GPU that of the next one."""
     dtype, hidden = operations.dtype, 4 * config.hidden_size
     layers = [layer_row_bytes(config, layer, dtype) for layer in range(config.num_hidden_layers)]
-    kept = input_bytes(config) + max(layers) if recompute else sum(layers)
-    at_logits = input_bytes(config) if recompute else kept
+    inputs = input_bytes(config)
+    if offload:
+        inputs = hidden * (1 if operations.device.type == "cpu" else 2)
+    kept = inputs + max(layers) if recompute else sum(layers)
+    at_logits = (0 if offload else inputs) if recompute else kept
     chunk = row_slices(rows, config.vocab_size, operations.logits_at_once)[0].stop * config.vocab_size
     copies = LOGIT_COPIES if operations.device.type == "cpu" else GPU_LOGIT_COPIES
     return max(

@@ -13,7 +13,8 @@ Letters: T rows · E hidden size · H all heads (query, key, value) · D head di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -76,14 +77,17 @@ class Decoder:
         tensors: Mapping[str, StoredTensor],
         operations: Operations,
         quantization: Quantization | None = None,
+        offloaded: Callable[[torch.device], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Takes every tensor of a Hugging Face state dict; `quantization` as in `load_weights`.
+        """Takes every tensor of a Hugging Face state dict; `quantization` as in `load_weights`. A forward that keeps
+        the inputs of layers alone runs within `offloaded`, if given, which says where they are kept.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
         """
         self.config = config
         self.vocab_size = config.vocab_size
+        self._offloaded = offloaded
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
@@ -155,9 +159,13 @@ class Decoder:
         batch = _ForwardBatch(count, least, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
         last = len(self.weights.layers) - 1
-        for index in range(len(self.weights.layers)):
-            layer = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
-            x = recomputed(layer, x) if recompute else layer(x)
+        saving: AbstractContextManager[None] = nullcontext()
+        if self._offloaded is not None and recompute and torch.is_grad_enabled():
+            saving = self._offloaded(self.device)
+        with saving:
+            for index in range(len(self.weights.layers)):
+                layer = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
+                x = recomputed(layer, x) if recompute else layer(x)
         hidden = Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)
         return hidden[: count if rows is None else len(rows)]
 
