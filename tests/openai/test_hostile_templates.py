@@ -145,6 +145,50 @@ def test_a_template_says_beside_the_server_what_transformers_says(tokenizer: Any
     assert render_conversation(tokenizer, request) == wanted
 
 
+CALLS_WITH_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ MARK }}{{ c.id }} {{ ARGUMENTS }};{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("mark", "wanted"),
+    [
+        ("[TOOL_CALLS]", "call12345"),
+        ("<|tool_call_begin|>", "functions.add:0"),
+        ("<tool_call>", "call12345"),
+    ],
+)
+def test_ids_of_calls_are_those_that_the_template_takes(tokenizer: Any, mark: str, wanted: str) -> None:
+    """Mistral's templates refuse ids that are not nine letters and digits; Kimi's ids name the function."""
+    tokenizer.chat_template = CALLS_WITH_IDS.replace("MARK", f"'{mark}'").replace("ARGUMENTS", "c.function.arguments.a")
+    calls = [
+        {"id": own, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        for own in ("call12345", "call_0123456789abcdef01234567")
+    ]
+    results = [{"role": "tool", "content": call["id"][:5], "tool_call_id": call["id"]} for call in calls]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    text = render_conversation(tokenizer, ChatRequest(model="m", messages=[*said, *results]))
+    first, second, first_result, second_result, _ = text.replace(mark, "").split(";")
+    assert first == f"{wanted} 1"
+    assert first_result == f"{wanted}=call1"
+    other = second.removesuffix(" 1")
+    assert second_result == f"{other}=call_"
+    assert other != wanted
+    if mark == "[TOOL_CALLS]":
+        assert len(other) == 9
+        assert other.isalnum()
+
+
+def test_a_template_that_takes_arguments_as_text_gets_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = CALLS_WITH_IDS.replace("MARK", "''").replace(
+        "ARGUMENTS", "'json ' + c.function.arguments"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render_conversation(tokenizer, ChatRequest(model="m", messages=said)) == 'c json {"a": 1};'
+
+
 def test_a_machine_that_cannot_start_a_process_is_not_the_templates_fault(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

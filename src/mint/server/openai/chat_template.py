@@ -19,6 +19,8 @@ from mint.models.registry import BUNDLED
 from mint.server.child_process import ChildProcess
 from mint.server.openai.schemas import ChatMessage, ChatRequest, ChatTool
 from mint.tokenizer import load_tokenizer
+from mint.types.tool_call_formats import tool_call_format
+from mint.types.tool_call_formats.messages import with_known_ids, with_text_arguments
 
 LIMIT_S = 10.0
 """A template that takes longer is stopped; an honest one takes milliseconds."""
@@ -62,15 +64,18 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
             return tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
             )
-        found = _render_beside(
-            {
-                "template": template,
-                "conversation": messages,
-                "tools": tools,
-                "variables": {**tokenizer.special_tokens_map, **variables},
-            },
-            limit_s,
-        )
+        written_as = tool_call_format(template, tokenizer.get_added_vocab())
+        task = {
+            "template": template,
+            "conversation": with_known_ids(messages, written_as),
+            "tools": tools,
+            "variables": {**tokenizer.special_tokens_map, **variables},
+        }
+        found = _render_beside(task, limit_s)
+        if "error" in found and any("tool_calls" in message for message in messages):
+            # some templates, as DeepSeek V3's, take the arguments of calls as JSON in texts
+            retried = _render_beside({**task, "conversation": with_text_arguments(task["conversation"])}, limit_s)
+            found = found if "error" in retried else retried
     except OverloadedError:
         raise
     except Exception as error:  # the boundary: the conversation is the caller's, and a template may raise anything

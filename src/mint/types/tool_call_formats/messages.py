@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from mint.types.tool_call_formats.call import ToolCall, typed_arguments
+from mint.types.tool_call_formats.mistral import MISTRAL_ID_LENGTH, is_mistral_id
 from mint.types.tool_call_formats.syntax import ToolCallFormat, render_tool_calls
 
 Properties = Mapping[str, Mapping[str, Any]]
@@ -52,6 +54,47 @@ def _entry(call: ToolCall, properties: Properties, arguments: Literal["objects",
     written = given if arguments == "objects" else json.dumps(given, ensure_ascii=False)
     function = {"name": call.name or "unknown", "arguments": written}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def with_known_ids(messages: Sequence[Mapping[str, Any]], written_as: ToolCallFormat) -> list[dict[str, Any]]:
+    """The messages with ids of calls that the template of a format takes: nine letters and digits for Mistral,
+    `functions.NAME:NUMBER` for Kimi. A result gets the new id of its call."""
+    known: dict[str, str] = {}
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in message:
+            for call in message["tool_calls"]:
+                known[call["id"]] = _known_id(call["id"], call["function"]["name"], len(known), written_as)
+            changed["tool_calls"] = [{**call, "id": known[call["id"]]} for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = known.get(message["tool_call_id"], message["tool_call_id"])
+        shown.append(changed)
+    return shown
+
+
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as JSON in texts, for templates that take no objects."""
+    return [
+        {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": written}}
+
+
+def _known_id(call_id: str, name: str, number: int, written_as: ToolCallFormat) -> str:
+    if written_as == "kimi":
+        return f"functions.{name}:{number}"
+    if written_as not in ("mistral", "mistral_named") or is_mistral_id(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:MISTRAL_ID_LENGTH]
 
 
 def results_as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

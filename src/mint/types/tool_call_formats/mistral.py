@@ -10,7 +10,7 @@ from mint.types.tool_call_formats.call import Part, ToolCall, listed_calls, name
 MISTRAL_OPEN = "[TOOL_CALLS]"
 MISTRAL_ARGUMENTS = "[ARGS]"
 MISTRAL_ID = "[CALL_ID]"
-ID_LENGTH = 9
+MISTRAL_ID_LENGTH = 9
 """Letters and digits of an id: Mistral's chat templates refuse others."""
 
 
@@ -20,8 +20,12 @@ def mistral_calls(text: str, names: Collection[str] | None = None) -> Iterator[P
     yield before
     for section in sections:
         for call in _section(section):
-            is_id = len(call.id) == ID_LENGTH and call.id.isascii() and call.id.isalnum()
-            yield call if is_id else dataclasses.replace(call, id="")
+            yield call if is_mistral_id(call.id) else dataclasses.replace(call, id="")
+
+
+def is_mistral_id(call_id: str) -> bool:
+    """Whether Mistral's templates take an id."""
+    return len(call_id) == MISTRAL_ID_LENGTH and call_id.isascii() and call_id.isalnum()
 
 
 def _section(section: str) -> Iterator[ToolCall]:
