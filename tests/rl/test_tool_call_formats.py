@@ -164,6 +164,8 @@ BROKEN: list[tuple[ToolCallFormat, str]] = [
     ("phi4_mini", "<|tool_call|>f()<|/tool_call|>"),
     ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</tool_call>"),
     ("glm", "<tool_call><arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+    ("hermes", "<tool_call>f</tool_call>"),
+    ("hermes", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
     ("qwen_coder", "<tool_call><function=f><parameter=x>1</function></tool_call>"),
     ("pythonic", "[f(a=__import__('os').system('true'))]"),
     ("pythonic", "[f(open('x'))]"),

@@ -55,7 +55,7 @@ def tool_parser(written_as: ToolCallFormat, tools: Sequence[ChatTool], *, is_thi
         found = (tool.function.parameters or {}).get("properties")
         properties[tool.function.name] = found if isinstance(found, dict) else {}
     if OPENING_MARKS[written_as] == (CALL_OPEN,):
-        return HermesParser(properties, is_thinking=is_thinking)
+        return HermesParser(properties, written_as, is_thinking=is_thinking)
     return WholeCallsParser(written_as, properties)
 
 
@@ -111,8 +111,9 @@ class HermesParser:
     Anything that is not a valid call stays text; so do calls inside the model's reasoning.
     """
 
-    def __init__(self, properties: Properties, *, is_thinking: bool = False) -> None:
+    def __init__(self, properties: Properties, written_as: ToolCallFormat, *, is_thinking: bool = False) -> None:
         self._properties = properties
+        self._written_as: ToolCallFormat = written_as
         self._text = ""
         self._gap = ""  # white space before a call: passed on only if more text follows
         self._mode = THINK_OPEN if is_thinking else ""
@@ -183,7 +184,7 @@ class HermesParser:
         return True
 
     def _read(self, inner: str) -> FunctionCall | None:
-        found = parse_tool_calls(f"{CALL_OPEN}{inner}{CALL_CLOSE}")
+        found = parse_tool_calls(f"{CALL_OPEN}{inner}{CALL_CLOSE}", self._written_as)
         return _function_call(found[0], self._properties) if len(found) == 1 else None
 
 

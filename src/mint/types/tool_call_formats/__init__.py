@@ -51,7 +51,7 @@ from mint.types.tool_call_formats.syntax import (
     ToolCallFormat,
     render_tool_calls,
 )
-from mint.types.tool_call_formats.tags import CALL_CLOSE, CALL_OPEN, KEY_OPEN, tagged_calls
+from mint.types.tool_call_formats.tags import CALL_CLOSE, CALL_OPEN, KEY_OPEN, glm_calls, tagged_calls
 
 __all__ = [
     "CALL_CLOSE",
@@ -180,7 +180,7 @@ def _glm4_calls(text: str, names: Collection[str] | None = None) -> Iterator[Par
 _PARSERS: Mapping[ToolCallFormat, Callable[[str, Collection[str] | None], Iterator[Part]]] = {
     "hermes": tagged_calls,
     "qwen_coder": tagged_calls,
-    "glm": tagged_calls,
+    "glm": glm_calls,
     "glm4": _glm4_calls,
     "llama": llama_calls,
     "pythonic": llama_calls,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mint.types.tool_call_formats.call import Part, ToolCall, json_call, listed_calls
 
@@ -16,7 +16,16 @@ VALUE_OPEN, VALUE_CLOSE = "<arg_value>", "</arg_value>"
 
 
 def tagged_calls(text: str, names: Collection[str] | None = None) -> Iterator[Part]:
-    """The calls between tags; what is between them may be JSON, Qwen3-Coder's XML or GLM's."""
+    """The calls between tags; what is between them may be JSON or Qwen3-Coder's XML."""
+    return _between_tags(text, _calls_in)
+
+
+def glm_calls(text: str, names: Collection[str] | None = None) -> Iterator[Part]:
+    """The calls between tags; what is between them may be GLM's XML, too."""
+    return _between_tags(text, _glm_calls_in)
+
+
+def _between_tags(text: str, read: Callable[[str], Iterator[ToolCall]]) -> Iterator[Part]:
     before, *sections = text.split(CALL_OPEN)
     yield before
     for section in sections:
@@ -24,23 +33,28 @@ def tagged_calls(text: str, names: Collection[str] | None = None) -> Iterator[Pa
         if not closed:
             yield ToolCall(error=f"the call is not closed by {CALL_CLOSE}")
             continue
-        yield from _calls_in(inner.strip())
+        yield from read(inner.strip())
         yield after
 
 
 def _calls_in(inner: str) -> Iterator[ToolCall]:
     if inner.startswith(FUNCTION_OPEN):
         yield _function(inner)
-    elif KEY_OPEN in inner or _is_name(inner):
-        yield _keyed(inner)
     elif inner.startswith("["):
         yield from listed_calls(inner)
     else:
         yield json_call(inner)
 
 
+def _glm_calls_in(inner: str) -> Iterator[ToolCall]:
+    if KEY_OPEN in inner or _is_name(inner):
+        yield _keyed(inner)
+    else:
+        yield from _calls_in(inner)
+
+
 def _is_name(text: str) -> bool:
-    return bool(text) and text.replace("_", "a").replace("-", "a").replace(".", "a").isalnum() and text != "null"
+    return text.replace("-", "_").replace(".", "_").isidentifier()
 
 
 def _function(text: str) -> ToolCall:
