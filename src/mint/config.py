@@ -96,7 +96,8 @@ Cluster = Annotated[str, AfterValidator(_cluster)]
 class Settings(BaseSettings):
     """The checked settings of a client and of the embedded service."""
 
-    model_config = SettingsConfigDict(env_prefix="MINT_", extra="ignore", populate_by_name=True)
+    # An empty variable counts as unset: it is how a shell takes back one that is exported.
+    model_config = SettingsConfigDict(env_prefix="MINT_", env_ignore_empty=True, extra="ignore", populate_by_name=True)
 
     base_url: str | None = Field(None, validation_alias=AliasChoices("MINT_BASE_URL", "TINKER_BASE_URL"))
     api_key: str | None = Field(None, validation_alias=AliasChoices("MINT_API_KEY", "TINKER_API_KEY"), repr=False)
@@ -200,7 +201,7 @@ def _http_address(text: str) -> str:
 class ServeSettings(BaseSettings):
     """The checked settings of `mint serve`, from flags, environment and file."""
 
-    model_config = SettingsConfigDict(env_prefix="MINT_SERVE_", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="MINT_SERVE_", env_ignore_empty=True, extra="forbid")
 
     host: str = "127.0.0.1"
     port: int = Field(8500, ge=0, le=65535)

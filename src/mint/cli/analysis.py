@@ -19,7 +19,7 @@ from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import Run, complete_run, find_checkpoint, find_run
 from mint.cli.terminal import Json, fail, print_pairs
-from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
+from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError, RequestFailedError
 from mint.runs.terminal_text import one_line
 from mint.version import VERSION
 
@@ -50,12 +50,12 @@ def evaluate(
 ) -> None:
     """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts. Several checkpoints or
     tasks are compared item by item, with the interval of the paired difference. `heldout_samples=N` draws N completions
-    of each item at temperature 1."""
+    of each item at temperature 1. The exit status is 1 if no completion could be graded."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task
     from mint.rl.analysis.comparison import compare_checkpoints
     from mint.rl.analysis.report import print_estimates, print_readings
-    from mint.rl.heldout_evaluation import evaluate_checkpoint
+    from mint.rl.heldout_evaluation import GREEDY, evaluate_checkpoint
     from mint.rl.tracking.plot import plot_readings, require_writable_picture
 
     people = Console(stderr=as_json)
@@ -74,12 +74,17 @@ def evaluate(
             if len(checkpoints) == len(tasks) == 1 and plot is None:
                 estimates = evaluate_checkpoint(checkpoints[0], choice.adapter, config=choice.config, service=service)
                 print_estimates(people, f"{checkpoints[0]} on {task}", estimates)
+                is_graded = any(
+                    estimate.ungraded < estimate.n * (1 if temperature == GREEDY else choice.config.heldout_samples)
+                    for temperature, estimate in estimates.items()
+                )
                 rows: Any = {f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}
             else:
                 pairs = {name: (choice.adapter, choice.config) for name, choice in choices.items()}
                 seeds = choice.config.heldout_samples
                 readings = compare_checkpoints(checkpoints, pairs, seeds=seeds, service=service)
                 print_readings(people, readings)
+                is_graded = any(reading.ungraded < reading.n * reading.seeds for reading in readings)
                 rows = [reading.to_dict() for reading in readings]
                 if plot is not None:
                     plot_readings(
@@ -89,6 +94,9 @@ def evaluate(
         fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(rows))
+    if not is_graded:
+        remedy = f"Correct the grader; `mint doctor {task}` says why"
+        fail(RequestFailedError("none of the held-out completions could be graded", remedy=remedy))
 
 
 def _checkpoint_or_base_model(name: str) -> str:

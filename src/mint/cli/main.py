@@ -17,7 +17,7 @@ from mint.cli.terminal import fail, renamed
 from mint.errors import MintError, MissingExtraError
 from mint.version import VERSION
 
-LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "recover"})
+LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "plan", "plot", "recover"})
 """Commands that need more of `mint[local]` than numpy, which `mint[rl]` has."""
 
 
@@ -28,18 +28,23 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MissingExtraError as error:  # from an import of mint's own
-            fail(error)
+            is_numpy = isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == "numpy"
+            fail(_missing("numpy", ctx.invoked_subcommand) if is_numpy else error)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == "mint":
                 raise
-            remedy = "pip install 'mint[local]'"
-            if error.name == "numpy" and ctx.invoked_subcommand not in LOCAL_COMMANDS:
-                remedy += " to train or serve on this machine, or 'mint[rl]' to train on a server and to read runs"
-            needed = f"mint {ctx.invoked_subcommand} needs the package {error.name}, which is not installed"
-            fail(MissingExtraError(needed, remedy=remedy))
+            fail(_missing(error.name, ctx.invoked_subcommand))
         except typer.BadParameter as error:
             _name_value(error)
             raise
+
+
+def _missing(package: str, command: str | None) -> MissingExtraError:
+    """The error for a package that a command imports and that is not installed: the one extra that is enough."""
+    remedy = "pip install 'mint[local]'"
+    if package == "numpy" and command not in LOCAL_COMMANDS:
+        remedy += " to train or serve on this machine, or 'mint[rl]' to train on a server and to read runs"
+    return MissingExtraError(f"mint {command} needs the package {package}, which is not installed", remedy=remedy)
 
 
 def _name_value(error: typer.BadParameter) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mint.cli.run_names import Run, find_run, newest_folders
-from mint.cli.terminal import Json, fail, print_pairs
+from mint.cli.terminal import Json, fail, print_pairs, say
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.runs.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
@@ -46,7 +46,8 @@ def rollouts(
 ) -> None:
     """Rollouts of a run: prompt, text, reward by part, stop reason. By default the best and worst of the last step.
 
-    Of equal texts of a step, people see the first; `--json` and `--flag duplicate` have all.
+    Of equal texts of a step, people see the first; `--json` and `--flag duplicate` have all. If no rollout has the flag
+    or the text, the command says so and ends with status 0: that is an answer, too.
     """
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
@@ -81,7 +82,15 @@ def rollouts(
     for row in rows:
         _print_rollout(console, row)
     if not rows:
-        console.print("no such rollouts")
+        say(_no_hit(reader, step if step is not None or not of_one_step else reader.steps()[-1], item, flags, text))
+
+
+def _no_hit(reader: RunReader, step: int | None, item: int | None, flags: frozenset[str], text: str) -> str:
+    """The sentence for a question without hits: where was looked for what."""
+    place = " and ".join([*([] if step is None else [f"step {step}"]), *([] if item is None else [f"item {item}"])])
+    wanted = [f"the flag {flag}" for flag in sorted(flags)] + ([f"the text {text!r}"] if text else [])
+    found = f"No rollout of {place or f'the {len(reader.steps())} steps'} has {' and '.join(wanted)}."
+    return found if not flags or step is None else f"{found} --step N looks at another step."
 
 
 def plot(
@@ -171,6 +180,11 @@ def _summary(folder: Path) -> RunSummary:
         return RunReader(folder).summary()
     except MintError as error:
         return unreadable_summary(folder, str(error))
+
+
+def is_failed_start(run: Mapping[str, Any]) -> bool:
+    """Whether a run ended before its first step, and not because somebody stopped it."""
+    return run["state"] in ("failed", "died") and run["step"] == 0 and run["heldout"] is None
 
 
 def state_name(run: Mapping[str, Any]) -> str:

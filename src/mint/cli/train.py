@@ -18,7 +18,7 @@ from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import complete_run, find_resumed
 from mint.cli.terminal import Json, fail, say
-from mint.errors import MintError
+from mint.errors import MintError, RequestFailedError
 from mint.runs.interrupt import RunInterrupted
 
 INTERRUPTED = 130
@@ -109,6 +109,7 @@ def demo(
     print_run(Console(stderr=as_json), result, RunLog(result.run_dir).read("evaluations.jsonl"))
     if as_json:
         typer.echo(json.dumps(report))
+    _require_graded(result.run_dir)
 
 
 def train(
@@ -144,6 +145,8 @@ def train(
         _end(interrupt)
     if as_json:
         typer.echo(json.dumps(report, default=str))
+    if recipe is Recipe.RL:
+        _require_graded(Path(report["run_dir"]))
 
 
 def _run_folder(named: Path | None, *, resume: bool) -> Path | None:
@@ -154,6 +157,21 @@ def _run_folder(named: Path | None, *, resume: bool) -> Path | None:
     if folder != named:
         say(f"--run-dir {named} is {folder}")
     return folder
+
+
+def _require_graded(run_dir: Path) -> None:
+    """Ends the command with status 1 if no rollout of the run got a reward: nothing was learned."""
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
+
+    reader = RunReader(run_dir)
+    counted = reader.columns(["rollouts/count", "rollouts/ungraded"])
+    count, ungraded = (sum(value or 0 for value in counted[name]) for name in ("rollouts/count", "rollouts/ungraded"))
+    if not 0 < count == ungraded:
+        return
+    reasons = [row["error"] for row in reader.rows(reader.steps()[-1]) if row.get("error")]
+    because = f" ({reasons[0]})" if reasons else ""
+    remedy = f"Correct the grader; `mint rollouts {run_dir} --flag error` shows what it was given"
+    fail(RequestFailedError(f"none of the {count:.0f} rollouts could be graded{because}", remedy=remedy))
 
 
 def _end(interrupt: RunInterrupted) -> NoReturn:

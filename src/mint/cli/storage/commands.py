@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from mint.cli.base_models import pull
 from mint.cli.run_names import RUN_HELP, Run, complete_run, find_checkpoint, find_run, run_of_model
-from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
+from mint.cli.runs import RUN_COLUMNS, is_failed_start, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
@@ -60,10 +60,13 @@ def list_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     accessible: Accessible = False,
+    failed_starts: Annotated[
+        bool, typer.Option("--failed-starts", help="list runs that ended before their first step, too")
+    ] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """The models of the service, newest first; and the runs whose folders are on this machine."""
+    """The models of the service, newest first; and the runs whose folders are on this machine. `--json` has all."""
     found = _runs_here(data_dir, limit)
     query = _page_query(limit, offset, accessible)
     page = _models_page(query, data_dir, has_runs=bool(found), as_json=as_json)
@@ -91,8 +94,12 @@ def list_runs(
         columns = ("model", "run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
         print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
     if found:
-        rows = [run_row(number, run) for number, run in enumerate(found, 1)]
+        left_out = [] if failed_starts else [run["name"] for run in found if is_failed_start(run)]
+        rows = [run_row(number, run) for number, run in enumerate(found, 1) if run["name"] not in left_out]
         print_table(RUN_COLUMNS, rows, f"runs on this machine: {len(found)}")
+        if left_out:
+            names = ", ".join(left_out[:3]) + (", …" if len(left_out) > 3 else "")
+            print_sentence(f"{len(left_out)} of them ended before the first step: {names} (--failed-starts lists them)")
         for run in found:
             if run["state"] == "unreadable":
                 print_sentence(f"{run['name']} cannot be read. {run['error']}")
