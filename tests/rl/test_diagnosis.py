@@ -8,6 +8,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,9 @@ def test_truncation_warns_above_five_percent_and_is_an_error_where_the_limit_is_
     assert [finding.code for finding in diagnose(few)] == []
     some = run(change=lambda step, numbers: {"rollouts/truncated_share": 0.2})
     assert find(some, "truncation").severity == "warning"
+    assert "truncation='mask'" in find(some, "truncation").remedy
+    masked = replace(some, config={**some.config, "truncation": "mask"})
+    assert "truncation=" not in find(masked, "truncation").remedy
     hopeless = run(lambda step: 0.0, change=lambda step, numbers: {"rollouts/truncated_share": 1.0})
     assert errors(hopeless) == ["truncation"]
     assert "follows from truncation" in find(hopeless, "no_learning_signal_all_wrong").evidence
@@ -408,8 +412,12 @@ def test_a_limit_that_a_policy_learns_to_live_with_is_no_error() -> None:
     [{"train/kl_k2": 0.2}, {"train/ess": 0.1}, {"train/clip_low_fraction": 0.2, "train/clip_high_fraction": 0.2}],
 )
 def test_a_policy_that_left_its_samples_is_drift(numbers: dict[str, float]) -> None:
-    finding = find(run(change=lambda step, _: numbers), "off_policy_drift")
-    assert "max_staleness" in finding.remedy
+    drifted = run(change=lambda step, _: numbers)
+    on_policy = find(drifted, "off_policy_drift").remedy
+    assert on_policy.startswith("Lower learning_rate; or use loss_fn='ppo'")
+    several = {"max_staleness": 2, "epochs_per_batch": 3, "loss_fn": "ppo"}
+    remedy = find(replace(drifted, config={**drifted.config, **several}), "off_policy_drift").remedy
+    assert remedy == "Lower max_staleness, epochs_per_batch or learning_rate"
 
 
 def test_a_mismatch_on_the_same_weights_names_the_temperature_and_is_not_called_drift() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -168,12 +169,17 @@ def test_metrics_that_raise_or_share_a_name_are_refused_by_the_names_of_the_func
     def count_again(groups: Sequence[Group]) -> dict[str, float]:
         return {"count": 0.0}
 
+    def infinite(groups: Sequence[Group]) -> dict[str, float]:
+        return {"best": 1.0, "worst": math.inf}
+
     def logged(*functions: Any) -> dict[str, float]:
         return step_metrics(ManyDigits(), batch, PolicyUpdate([]), functions)
 
     assert logged(count)["custom/count"] == 1.0
     with pytest.raises(InvalidRequestError, match=r"metrics = fails: raised KeyError: 'no such item'"):
         logged(fails)
+    with pytest.raises(InvalidRequestError, match=r"metrics = infinite: returned inf for 'worst'"):
+        logged(infinite)
     with pytest.raises(InvalidRequestError, match=r"metrics = count_again: returns 'count', and so does count"):
         logged(count, count_again)
 
@@ -220,7 +226,8 @@ def finding_codes(result: Any) -> set[str]:
 
 @pytest.mark.learns
 def test_training_on_the_right_answers_alone_is_no_mistake() -> None:
-    result = run_grpo(ManyDigits(), SMALL.changed(steps=3, loss_weighting=only_the_right))
+    large = SMALL.changed(steps=3, batch_size=8, group_size=8, loss_weighting=only_the_right)
+    result = run_grpo(ManyDigits(), large)
     assert finding_codes(result).isdisjoint({"masked_loss", "server_warnings", "nothing_trained"}), result.findings
 
 

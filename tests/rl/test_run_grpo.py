@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mint.errors import InvalidRequestError, UnknownBaseModelError
+from mint.errors import InvalidRequestError, RequestFailedError, UnknownBaseModelError
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
@@ -312,6 +312,38 @@ def test_training_samples_that_are_held_out_are_left_out_and_the_run_says_so() -
     result = run_grpo(Leaks(), small(steps=2, heldout_size=8))
     assert {row["sample"] for row in rows(result, "rollouts.jsonl")} == {"1 + 1", "3 + 3"}
     assert "heldout_overlap" in {finding.code for finding in result.findings}
+
+
+def test_a_dataset_may_be_a_generator() -> None:
+    class Drawn(ManyDigits):
+        def build_dataset(self) -> Any:
+            yield from super().build_dataset()
+
+    assert run_grpo(Drawn(), small(steps=1)).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "remedy"),
+    [
+        ([{"role": "user", "content": "2 + 2"}], "returned messages; return token ids: tokenizer.apply_chat_template"),
+        ({"input_ids": [1, 2]}, "returned a dict; return its token ids"),
+        ("2 + 2", "returned text; return token ids"),
+    ],
+)
+def test_a_prompt_that_is_no_token_ids_is_refused_with_how_to_make_them(made: Any, remedy: str) -> None:
+    class Wrong(ManyDigits):
+        def make_prompt(self, item: str, tokenizer: Any) -> Any:
+            return made
+
+    with pytest.raises(RequestFailedError, match=rf"Wrong\.make_prompt\(\) {remedy}"):
+        run_grpo(Wrong(), small(steps=1))
+
+
+def test_a_warm_up_longer_than_the_run_is_named() -> None:
+    result = run_grpo(ManyDigits(), small(steps=1, lr_warmup_steps=5))
+    (finding,) = [finding for finding in result.findings if finding.code == "unused_settings"]
+    assert "is never reached, because lr_warmup_steps = 5 and the run has 1 steps" in finding.evidence
+    assert not [one for one in run_grpo(ManyDigits(), small(steps=1)).findings if one.code == "unused_settings"]
 
 
 def test_settings_without_effect_are_one_finding_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:

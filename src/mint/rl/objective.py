@@ -107,8 +107,11 @@ def called(field: str, function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: int | None) -> np.ndarray:
-    """Checks the numbers that a function returned: float64 [count], or one number [] if `count` is None.
+def finite_numbers(
+    field: str, function: Callable[..., Any], given: Any, count: int | None, *, name: str | None = None
+) -> np.ndarray:
+    """Checks the numbers that a function returned: float64 [count], or one number [] if `count` is None. `name` is the
+    one that the function gave it.
 
     Raises:
         InvalidRequestError: it is of another shape, or not finite.
@@ -119,8 +122,12 @@ def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: 
         values = np.full(1, np.nan)
     shape = () if count is None else (count,)
     if values.shape != shape or not np.isfinite(values).all():
+        named = "" if name is None else f" for {name!r}"
         wanted = "one finite number" if count is None else f"{count} finite numbers, one for each rollout"
         raise InvalidRequestError(
-            f"returned {str(given)[:80]}", field=field, value=function_name(function), remedy=f"Return {wanted}"
+            f"returned {' '.join(str(given).split())[:80]}{named}",
+            field=field,
+            value=function_name(function),
+            remedy=f"Return {wanted}",
         )
     return values

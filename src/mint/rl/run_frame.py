@@ -117,6 +117,7 @@ def open_run(
                     *unused_settings,
                     *_replaced_by_checkpoint(config, model, info.lora_rank),
                 ]
+                unused += _never_reached(config, int(content["steps"]))
                 if unused:
                     run.note(_unused_settings(unused))
                 with run.interruptible():
@@ -135,6 +136,17 @@ def _replaced_by_checkpoint(config: RunConfig, base_model: str, rank: int) -> li
         f"{name} = {getattr(config, name)} has no effect beside init_from, whose checkpoint has {value}"
         for name, value in found
         if name in config.model_fields_set and getattr(config, name) != value
+    ]
+
+
+def _never_reached(config: RunConfig, steps: int) -> list[str]:
+    """A sentence if the warm-up is longer than the run."""
+    if not 0 < steps < config.lr_warmup_steps:
+        return []
+    warm_up = config.lr_warmup_steps
+    return [
+        f"learning_rate = {config.learning_rate:g} is never reached, because lr_warmup_steps = {warm_up} and the run "
+        f"has {steps} steps"
     ]
 
 

@@ -130,14 +130,15 @@ def truncation(view: StepView) -> Finding | None:
         and informative_share(last) <= HARDLY_SUCCESSFUL
         and max(metric(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
     )
+    kept = view.config.get("truncation", "keep") == "keep"
     return Finding(
         "truncation",
         "error" if hopeless else "warning",
         view.step,
         f"{share:.0%} of {count:.0f} completions were cut off by a limit"
         + (f"; {mean(last, 'success/rate'):.0%} succeed" if hopeless else ""),
-        "Raise max_tokens (or max_turns, max_episode_tokens), or give a stop that the model produces; else choose "
-        "truncation='mask' or 'penalize'",
+        "Raise max_tokens (or max_turns, max_episode_tokens), or give a stop that the model produces"
+        + ("; else choose truncation='mask' or 'penalize'" if kept else ""),
         {"truncated_share": share, "rollouts": count},
     )
 
@@ -162,10 +163,19 @@ def off_policy_drift(view: StepView) -> Finding | None:
         view.step,
         "; ".join(filter(None, reasons))
         + f" (largest ratio {metric(now, 'train/ratio_max', 1.0):.3g}, weights {staleness:.1f} steps old on average)",
-        "Lower max_staleness, optim_steps_per_batch or learning_rate; or use loss_fn='ppo' or 'cispo', or "
-        "loss_fn_config={'tis_cap': 2}",
+        _closer_to_the_sampler(view.config),
         {"kl_k2": kl, "ess": ess, "clipped": clipped, "staleness": staleness},
     )
+
+
+def _closer_to_the_sampler(config: Mapping[str, Any]) -> str:
+    """The settings of this run that keep the policy near the one that sampled, and a loss that bounds the ratios."""
+    least = {"max_staleness": 0, "optim_steps_per_batch": 1, "epochs_per_batch": 1}
+    raised = [name for name, lowest in least.items() if int(config.get(name) or lowest) > lowest]
+    remedy = f"Lower {', '.join(raised)}{' or ' if raised else ''}learning_rate"
+    if config.get("loss_fn", "importance_sampling") != "importance_sampling" or config.get("correction"):
+        return remedy
+    return f"{remedy}; or use loss_fn='ppo' or 'cispo', or loss_fn_config={{'tis_cap': 2}}"
 
 
 def sampler_trainer_mismatch(view: StepView) -> Finding | None:

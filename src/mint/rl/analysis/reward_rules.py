@@ -346,7 +346,13 @@ def server_warnings(view: StepView) -> Finding | None:
     # Rewards on a large scale have large advantages.
     stale = metric(view.now, "staleness/max") > 0
     wide = view.reward_ceiling - view.reward_floor >= WIDE_RANGE
-    known = (*(("mismatch:",) if stale else ()), *(("large_advantages:",) if wide else ()))
+    # A weighting of one's own may leave out what earned less than its group, or more.
+    weighted = view.config.get("loss_weighting") is not None
+    known = (
+        *(("mismatch:", "foreign_tokens:", "stale_policy:") if stale else ()),
+        *(("large_advantages:",) if wide else ()),
+        *(("raw_rewards:",) if weighted else ()),
+    )
     warnings = [message for message in view.warnings if not message.startswith(known)]
     if not warnings:
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +111,16 @@ def _prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
     """The token ids of the prompt, or the error in words."""
     where = f"{task_name(adapter)}.make_prompt()"
     try:
-        made = adapter.make_prompt(item, tokenizer)
+        made: Any = adapter.make_prompt(item, tokenizer)
         if isinstance(made, str):
             return f"{where} returned text; return token ids: tokenizer.encode(text)"
+        if isinstance(made, Mapping):  # a tokenizer of transformers that was called
+            return f"{where} returned a {type(made).__name__}; return its token ids: tokenizer(text)['input_ids']"
+        if isinstance(made, Sequence) and any(isinstance(part, Mapping) for part in made):
+            return (
+                f"{where} returned messages; return token ids: "
+                "tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+            )
         prompt = [int(token) for token in made]
     except Exception as error:  # noqa: BLE001 - the boundary to the user's code: it costs this group and is shown
         return f"{where} raised {type(error).__name__}: {error}"

@@ -57,7 +57,8 @@ def checked_reward(task: Task, returned: Any) -> Reward:
     grader = task_name(task)
     if not _is_finite(value):
         raise RewardError(
-            f"the reward {value!r} of {grader} is not a finite number", remedy="Return a number, or raise an exception"
+            f"the reward {value!r} of {grader} is not a finite number",
+            remedy="Return a number or a Reward, or raise an exception",
         )
     low, high = task.reward_range or (-math.inf, math.inf)
     if not low <= value <= high:

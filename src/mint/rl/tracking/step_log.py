@@ -71,7 +71,7 @@ def _custom_metrics(batch: RolloutBatch, custom: Sequence[MetricsFunction]) -> d
                     remedy="Give each number a name of its own",
                 )
             owner[name] = function
-            found[f"custom/{name}"] = float(finite_numbers("RLConfig.metrics", function, number, None))
+            found[f"custom/{name}"] = float(finite_numbers("RLConfig.metrics", function, number, None, name=str(name)))
     return found
 
 
