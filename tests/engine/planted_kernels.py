@@ -55,7 +55,8 @@ FAULTS = {
     "keys of another head": Fault("heads", "def _heads(", "+ (kv % SIDE) * DIM", "+ (kv % 1) * DIM"),
     "padding is written": Fault("heads", "def _heads(", "used = used & real", "used = real"),
     "the lora of another tile": Fault("shrink", "def _shrink(", "slots + tl.program_id(0) * ROWS", "slots"),
-    "no lora is a lora": Fault("add", "def _lora_tile(", "slot >= 0, RANK, 0", "slot >= 0, RANK, RANK"),
+    # It reads what lies in front of the loras, which may be anything.
+    "no lora is a lora": Fault("add", "def _lora_tile(", "slot >= 0, RANK, 0", "slot >= 0, RANK, RANK", "result 0"),
     "another part of the lora": Fault("heads", "def _lora_tile(", "part * RANK + ranks", "ranks"),
     "missing accumulation": Fault("attend", "def _attend(", "mixed * shrunk[:, None] + tl.dot", "tl.dot"),
     "total not scaled": Fault("attend", "def _attend(", "total * shrunk + tl.sum", "total + tl.sum"),

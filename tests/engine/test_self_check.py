@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from planted_paths import PLANTS
 
 from mint.engine.cuda.fast_paths import EXPERTS, OPTIMIZER, Shapes
-from mint.engine.cuda.self_check import PathSource, check_paths
+from mint.engine.cuda.self_check import FastPath, PathSource, check_paths, judge, rounding_limit
 
 
 def test_every_planted_fault_is_found_and_named_and_sound_paths_beside_it_are_let_be() -> None:
@@ -26,3 +28,43 @@ def test_torch_s_fused_optimizer_and_grouped_products_pass_the_check() -> None:
     shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (OPTIMIZER, EXPERTS))
     verdicts = check_paths(shapes.source, is_timed=False)
     assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(EXPERTS, None), (OPTIMIZER, None)]
+
+
+def _products(terms: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(terms)
+    return torch.randn(64, terms, generator=generator).to(dtype), torch.randn(terms, 96, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", [64, 1024, 12288])
+def test_another_order_of_a_sum_passes_and_a_narrow_sum_does_not(terms: int, dtype: torch.dtype) -> None:
+    x, weight = _products(terms, dtype)
+
+    def in_order() -> list[torch.Tensor]:
+        return [(x.double() @ weight.double()).to(dtype)]
+
+    def split(parts: int, sums: torch.dtype) -> list[torch.Tensor]:
+        total = torch.zeros(len(x), weight.shape[1], dtype=sums)
+        for own, other in zip(x.tensor_split(parts, 1), weight.tensor_split(parts, 0), strict=True):
+            total = (total.float() + own.float() @ other.float()).to(sums)
+        return [total.to(dtype)]
+
+    limit = rounding_limit(dtype, terms=terms)
+    for parts in (1, 8, 61):  # split-k
+        path = FastPath("split", "", lambda parts=parts: split(parts, torch.float32), in_order, limit)
+        assert judge(path, is_timed=False).fault is None
+    if dtype != torch.float16 and terms > 64:
+        narrow = FastPath("narrow", "", lambda: split(terms // 8, torch.bfloat16), in_order, limit)
+        assert "differs by" in (judge(narrow, is_timed=False).fault or "")
+
+
+def test_factors_rounded_to_tf32_pass_where_they_may_be_and_fail_elsewhere() -> None:
+    x, weight = _products(1024, torch.float32)
+
+    def rounded(own: torch.Tensor) -> torch.Tensor:
+        return ((own.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    for tf32, expected in ((True, True), (False, False)):
+        limit = rounding_limit(torch.float32, terms=64 if not tf32 else 1024, tf32=tf32)
+        path = FastPath("tf32", "", lambda: [rounded(x) @ rounded(weight)], lambda: [x @ weight], limit)
+        assert (judge(path, is_timed=False).fault is None) is expected

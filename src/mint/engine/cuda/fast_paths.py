@@ -23,7 +23,7 @@ from mint.engine.cuda.invariant_operations import InvariantPackedAttention, RowK
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.operations import TrainingPasses
 from mint.engine.cuda.plain_kernels import PlainKernels
-from mint.engine.cuda.self_check import FastPath, PathSource
+from mint.engine.cuda.self_check import FastPath, PathSource, rounding_limit
 from mint.engine.drawing.device_draw import RULES, draw_rows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
@@ -65,8 +65,17 @@ ROW = 4
 BATCHES = ([3, ROW], [ROW, 3], list(range(17)), list(reversed(range(70))))
 """A row, and batches in which it must have the bits that it has alone."""
 
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Of the largest number. In float32, products may round their factors to TF32 (10 bits)."""
+KERNEL_ROUNDINGS = {"norm": 1, "shrink": 0, "heads": 1, "attend": 2, "swiglu": 1, "add": 0}
+"""To the dtype of the base, within a kernel of a step: of its result, and in attention of the weights."""
+
+ATTENTION_ROUNDINGS = 6
+"""In attention and its gradient: of the weights, the result and the scores' gradient, each once in both directions."""
+
+LAYER_ROUNDINGS = 4
+"""Gate, up, the activated gate, and their product."""
+
+OPTIMIZER_ERROR = 1e-5
+"""Two steps of AdamW are some 40 float32 operations on each number, of 2^-23 each in two ways."""
 
 
 @dataclass(frozen=True)
@@ -176,20 +185,28 @@ def _attention(shapes: Shapes) -> Iterator[FastPath]:
 
     for case, spans in SPANS.items():
         ways = partial(run, FlexPackedAttention, spans), partial(run, PackedAttention, spans)
-        yield FastPath(FLEX, case, *ways, TOLERANCE[dtype])
+        terms = spans[-1].stop + shapes.head_dim
+        yield FastPath(FLEX, case, *ways, rounding_limit(dtype, terms=terms, roundings=ATTENTION_ROUNDINGS, tf32=True))
 
 
 def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int]) -> Iterator[FastPath]:
     """Each kernel of a captured step for `counts` of rows, with and without a lora, in guarded memory."""
     dtype = _dtype(shapes)
     plain = PlainKernels()
+    terms = dict.fromkeys(("norm", "shrink"), shapes.hidden) | {
+        "heads": shapes.head_dim,
+        "attend": shapes.head_dim + max(LENGTHS),
+        "swiglu": 1,
+        "add": 1,
+    }
     for count in counts:
         for rank in (0, RANK):
             for name, run in _kernel_runs(shapes, count, rank).items():
                 if (rank and name not in WITH_LORA) or (not rank and name == "shrink"):
                     continue
                 ways = partial(_guarded, run, kernels), partial(_guarded, run, plain)
-                yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, TOLERANCE[dtype])
+                limit = rounding_limit(dtype, terms=terms[name] + rank, roundings=KERNEL_ROUNDINGS[name])
+                yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, limit)
 
 
 def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) -> Iterator[FastPath]:
@@ -216,10 +233,11 @@ def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) ->
         }
         for name, run in runs.items():
             ways = partial(_guarded, run, fused), partial(_guarded, run, plain)
-            yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[torch.float32])
+            yield FastPath(FUSED, f"{name}, {count} rows", *ways, rounding_limit(torch.float32, terms=shapes.hidden))
         for name, own in _head_runs(shapes, count).items():
             ways = partial(_guarded, own, fused), partial(_guarded, own, None)
-            yield FastPath(FUSED, f"{name}, {count} rows", *ways, TOLERANCE[_dtype(shapes)])
+            limit = rounding_limit(_dtype(shapes), terms=2 * shapes.head_dim)
+            yield FastPath(FUSED, f"{name}, {count} rows", *ways, limit)
 
 
 def _head_runs(shapes: Shapes, count: int) -> dict[str, Callable[[TrainingPasses | None], list[Tensor]]]:
@@ -262,14 +280,16 @@ def invariant_paths(
                 partial(_guarded, lambda own, x=x, r=rounded: [own.product(x, weight, r)], kernels),
                 lambda x=x, r=rounded: [F.linear(x.float(), weight.float()).to(r), torch.tensor(0)],
             )
-            yield FastPath(INVARIANT, f"product to {rounded}, {count} rows", *ways, TOLERANCE[dtype])
+            limit = rounding_limit(rounded, terms=shapes.hidden)
+            yield FastPath(INVARIANT, f"product to {rounded}, {count} rows", *ways, limit)
     for case, spans in layouts.items():
         heads = _heads_of(shapes, spans[-1].stop)
         ways = (
             partial(_guarded, partial(_attended, shapes, spans, heads), kernels),
             lambda spans=spans, heads=heads: [*_attended(shapes, spans, heads, None), torch.tensor(0)],
         )
-        yield FastPath(INVARIANT, f"attention, {case}", *ways, TOLERANCE[dtype])
+        limit = rounding_limit(dtype, terms=spans[-1].stop + shapes.head_dim, roundings=2)
+        yield FastPath(INVARIANT, f"attention, {case}", *ways, limit)
 
 
 def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused: TrainingPasses) -> Iterator[FastPath]:
@@ -442,7 +462,8 @@ def _captured(shapes: Shapes) -> Iterator[FastPath]:
         return F.silu(gate) * up
 
     batches = [_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 3)]
-    yield FastPath(CAPTURE, "two replays", *_replays(layer, batches), TOLERANCE[dtype])
+    limit = rounding_limit(dtype, terms=shapes.hidden, roundings=LAYER_ROUNDINGS)
+    yield FastPath(CAPTURE, "two replays", *_replays(layer, batches), limit)
     rules = torch.ones(RULES, 64, dtype=torch.float64)
     rules[0] = torch.rand(64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     rules[2, ::2], rules[3, ::3] = 5, 0.8
@@ -503,7 +524,8 @@ def _experts(shapes: Shapes) -> Iterator[FastPath]:
                     out[row, place] = weight[expert] @ x[row]
             return [out]
 
-        yield FastPath(EXPERTS, f"{count} rows", grouped, looped, TOLERANCE[dtype])
+        limit = rounding_limit(dtype, terms=shapes.hidden)
+        yield FastPath(EXPERTS, f"{count} rows", grouped, looped, limit)
 
 
 def _optimizer(shapes: Shapes) -> Iterator[FastPath]:
@@ -517,4 +539,4 @@ def _optimizer(shapes: Shapes) -> Iterator[FastPath]:
             gradient = _random(shapes, 100_003, seed=3)
         return [weights, state.exp_avg, state.exp_avg_sq]
 
-    yield FastPath(OPTIMIZER, "100003 weights", partial(run, fused=True), partial(run, fused=False), 1e-5)
+    yield FastPath(OPTIMIZER, "100003 weights", partial(run, fused=True), partial(run, fused=False), OPTIMIZER_ERROR)

@@ -80,6 +80,28 @@ class Verdict:
 Paths = Callable[[Any], Iterator[FastPath]]
 
 
+def rounding_limit(dtype: torch.dtype, *, terms: int, roundings: int = 1, tf32: bool = False) -> float:
+    """How far two sound ways may differ, in parts of the largest number, on random inputs.
+
+    Both add up to `terms` products one after another in float32, in any order, and round up to `roundings` times on the
+    way to `dtype`. The parts of the limit:
+
+    * Rounding. Sums that differ in their last bits may round to neighbours, which lie eps apart (`torch.finfo`: 2^-7 in
+      bfloat16, 2^-10 in float16). An error in front of another linear operation stays below its share of the largest
+      number. So `roundings · eps`.
+    * Order. A float32 sum of n terms has an error of at most λ·√n·u·Σ|terms|, u = 2^-24, but for a probability of
+      2·exp(-λ²/2) (Higham and Mary 2019, doi:10.1137/18M1226312); split sums, trees and fused multiply-adds have less.
+      Random terms have Σ|terms| ≤ √n times the largest sum. Two ways with λ = 4 each: `8 · n · u`. The bound without
+      probabilities, n·u for √n·u, would let the narrow accumulators pass that must fail.
+    * Functions. `exp` and `rsqrt` of a GPU err by some units of the last place, and an argument up to 64 that was
+      rounded by 64·u: 2^-16 in all.
+    * TF32. Factors of float32 products may be rounded to 11 bits: 2^-11 for each of two factors, with λ = 4: 2^-8.
+    """
+    unit = 2.0**-24
+    rounded = 0.0 if dtype == torch.float32 else roundings * torch.finfo(dtype).eps
+    return rounded + 8 * terms * unit + 2.0**-16 + (2.0**-8 if tf32 and dtype == torch.float32 else 0.0)
+
+
 def judge(path: FastPath, *, is_timed: bool) -> Verdict:
     """Runs both ways and compares them. `is_timed`: whether the times mean something (an interpreter's do not)."""
     expected, plain_bytes, plain_s = _measured(path.plain, repeats=1)
@@ -203,18 +225,19 @@ class PathSource:
 def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADLINE_S) -> list[Verdict]:
     """The verdict of each path by name, in order; of several cases of a path the first fault.
 
-    Each path has `deadline_s`. After one that does not return or ends the process, the others are checked in another
-    process. If not even the first path of a process can be named, one verdict of the name `self-check` says why.
+    Each case of a path has `deadline_s`. After one that does not return or ends the process, the others are checked in
+    another process. A path that has failed is faulty: its further cases are left out. If not even the first path of a
+    process can be named, one verdict of the name `self-check` says why.
     """
     verdicts: dict[str, Verdict] = {}
-    skipped = 0
+    first = 0
     while True:
-        lines, ending = _run_child(source, skipped, is_timed=is_timed, deadline_s=deadline_s)
+        faulty = [name for name, verdict in verdicts.items() if verdict.fault is not None]
+        lines, ending = _run_child(source, first, faulty, is_timed=is_timed, deadline_s=deadline_s)
         started: str | None = None
         for line in lines:
-            skipped += "fault" in line
-            if "fault" not in line:
-                started = line["started"]
+            if "started" in line:
+                started, first = line["started"], line["index"] + 1
                 continue
             started = None
             own = Verdict(**line)
@@ -225,14 +248,14 @@ def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADL
         if started is None:
             return [*verdicts.values(), Verdict("self-check", f"it {ending}")]
         verdicts[started] = Verdict(started, f"it {ending}")
-        skipped += 1
 
 
 def _run_child(
-    source: PathSource, skipped: int, *, is_timed: bool, deadline_s: float
+    source: PathSource, first: int, faulty: Sequence[str], *, is_timed: bool, deadline_s: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """What a child process has reported, and how it ended too early."""
-    task = json.dumps([asdict(source), skipped, is_timed])
+    """What a child process has reported of the cases from the `first` one on, but for those of `faulty` paths, and how
+    it ended too early."""
+    task = json.dumps([asdict(source), first, faulty, is_timed])
     with tempfile.TemporaryDirectory() as folder:
         report, errors = Path(folder) / "report", Path(folder) / "errors"
         report.touch()
@@ -270,16 +293,18 @@ def _wait(child: subprocess.Popen[bytes], report: Path, deadline_s: float) -> st
 def run_paths(task: str, report: str) -> None:
     """In the child process: a line before each case, and one after it."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    source, skipped, is_timed = json.loads(task)
+    source, first, faulty, is_timed = json.loads(task)
     paths: Paths = getattr(importlib.import_module(source["module"]), source["function"])
     with Path(report).open("a") as lines:
         for index, path in enumerate(paths(source["argument"])):
-            if index < skipped:
+            if index < first or path.name in faulty:
                 continue
-            lines.write(json.dumps({"started": path.name}) + "\n")
+            lines.write(json.dumps({"started": path.name, "index": index}) + "\n")
             lines.flush()
-            lines.write(json.dumps(asdict(judge(path, is_timed=is_timed))) + "\n")
+            verdict = judge(path, is_timed=is_timed)
+            lines.write(json.dumps(asdict(verdict)) + "\n")
             lines.flush()
+            faulty += [path.name] * (verdict.fault is not None)
 
 
 def _end_with(parent: int) -> None:
