@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mint.errors import InvalidRequestError, RequestFailedError, UnknownBaseModelError
+from mint.errors import InvalidRequestError, NotFoundError, RequestFailedError, UnknownBaseModelError
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
@@ -319,7 +319,27 @@ def test_a_dataset_may_be_a_generator() -> None:
         def build_dataset(self) -> Any:
             yield from super().build_dataset()
 
-    assert run_grpo(Drawn(), small(steps=1)).steps == 1
+    class ByPlace(ManyDigits):
+        """A dataset as those of torch: with a length and places."""
+
+        def build_dataset(self) -> Any:
+            return type("Places", (), {"__getitem__": lambda self, place: ["1 + 1", "2 + 2"][place]})()
+
+    assert run_grpo(Drawn(), small(steps=1)).steps == run_grpo(ByPlace(), small(steps=1)).steps == 1
+
+
+@pytest.mark.parametrize("built", [None, 3, "data.jsonl"])
+@pytest.mark.parametrize("method", ["build_dataset", "build_heldout"])
+def test_a_dataset_that_is_no_list_is_refused_by_the_name_of_its_method(built: Any, method: str) -> None:
+    task = type("Odd", (ManyDigits,), {method: lambda self: built})
+    with pytest.raises(InvalidRequestError, match=rf"Odd\.{method}\(\) = {built}: is .*Return a list of items"):
+        run_grpo(task(), small(steps=1))
+
+
+def test_a_reference_that_is_not_there_is_refused_by_the_name_of_the_setting() -> None:
+    missing = "mint://nobody:train:0/sampler_weights/none"
+    with pytest.raises(NotFoundError, match=rf"RLConfig\.kl_reference = {missing}: is not here"):
+        run_grpo(ManyDigits(), small(steps=1, kl_reference=missing, kl_penalty_coef=0.1))
 
 
 @pytest.mark.parametrize(

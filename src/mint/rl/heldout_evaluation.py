@@ -6,7 +6,7 @@ Completions are sampled greedily and at temperature 1. Each is graded alone, eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -37,12 +37,11 @@ def content_hash(task: Task, item: Any) -> str:
     return hashlib.sha256(task.item_key(item).encode()).hexdigest()[:32]
 
 
-def without_heldout(task: Task, dataset: Iterable[Any], heldout: Sequence[Any]) -> tuple[list[Any], int]:
+def without_heldout(task: Task, dataset: Sequence[Any], heldout: Sequence[Any]) -> tuple[list[Any], int]:
     """The training items whose content is not in the held-out set, and how many were left out."""
     excluded = {content_hash(task, item) for item in heldout}
-    items = list(dataset)
-    trained = [item for item in items if content_hash(task, item) not in excluded] if excluded else items
-    return trained, len(items) - len(trained)
+    trained = [item for item in dataset if content_hash(task, item) not in excluded] if excluded else list(dataset)
+    return trained, len(dataset) - len(trained)
 
 
 def evaluate(

@@ -90,9 +90,9 @@ def _run_task(
 ) -> RunResult:
     began = time.monotonic()
     name = task_name(task)
-    all_heldout = list(task.build_heldout())
+    all_heldout = _items(f"{name}.build_heldout()", task.build_heldout())
     heldout = all_heldout[: config.heldout_size]
-    dataset, left_out = without_heldout(task, task.build_dataset(), all_heldout)
+    dataset, left_out = without_heldout(task, _items(f"{name}.build_dataset()", task.build_dataset()), all_heldout)
     if not dataset:
         what = f"has only its {left_out} held-out items" if left_out else "is empty"
         raise InvalidRequestError(
@@ -122,6 +122,19 @@ def _run_task(
         if left_out:
             frame.note(_heldout_overlap(left_out, len(all_heldout)))
         return run.train(began)
+
+
+def _items(field: str, built: Any) -> list[Any]:
+    """The items of a dataset: a list, a generator, or anything else with items in an order."""
+    try:
+        items = None if isinstance(built, str) else iter(built)
+    except TypeError:
+        items = None
+    if items is None:
+        raise InvalidRequestError(
+            f"is {type(built).__name__}", field=field, value=str(built)[:80], remedy="Return a list of items"
+        )
+    return list(items)
 
 
 @dataclass

@@ -162,7 +162,8 @@ class RunLog:
                 f"belongs to a run with another value of {told}",
                 field="run_dir",
                 value=str(self.folder),
-                remedy="Resume with the settings in its config.json, or start a new run_dir",
+                remedy="Resume with the settings in its config.json, or start a new run_dir; init_from goes on from "
+                "the last checkpoint of this run",
             )
 
     def _drop_after(self, step: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mint.client.service_client import ServiceClient
+from mint.errors import NotFoundError
 from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import BASE_REFERENCE, RLConfig
 from mint.rl.rollout import Rollout
@@ -42,7 +43,12 @@ class KLReference:
         self.service = service
         self.config = config
         self.path: str | None = None
-        self.sampler = checkpoint_sampler(service, config.base_model if named == BASE_REFERENCE else named)
+        try:
+            self.sampler = checkpoint_sampler(service, config.base_model if named == BASE_REFERENCE else named)
+        except NotFoundError as error:
+            raise NotFoundError(
+                "is not here", field="RLConfig.kl_reference", value=named, remedy=error.remedy
+            ) from error
 
     def renew(self, path: str | None) -> None:
         """Makes saved weights the reference; None changes nothing."""
