@@ -51,7 +51,10 @@ def violations(page: Any, axe: str) -> list[str]:
 def test_axe_finds_nothing_on_any_page(contexts: Any, address: str, axe: str) -> None:
     tab = Tab(contexts, address)
     for path in (*PAGES, *HOSTILE_PAGES):
-        assert violations(tab.open(path), axe) == [], path
+        page = tab.open(path)
+        assert violations(page, axe) == [], path
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        assert violations(page, axe) == [], f"{path}, with all folds open"
 
 
 def test_axe_finds_nothing_on_runs_in_any_state(contexts: Any, tmp_path: Path, axe: str) -> None:
@@ -60,6 +63,20 @@ def test_axe_finds_nothing_on_runs_in_any_state(contexts: Any, tmp_path: Path, a
         tab = Tab(contexts, address)
         for path in ("/", *(path_of(run, page) for run in STATES for page in RUN_PAGES)):
             assert violations(tab.open(path), axe) == [], path
+
+
+def test_axe_finds_nothing_on_the_pages_of_a_server(contexts: Any, tmp_path: Path, axe: str) -> None:
+    with started("serve", "--data-dir", str(tmp_path), "--port", "0", "--model", "mint/tiny", home=tmp_path) as (
+        address,
+        _,
+    ):
+        tab = Tab(contexts, address)
+        page = tab.open("/service")
+        page.locator("#routes tbody tr").first.wait_for()
+        assert violations(page, axe) == []
+        page.goto(f"{tab.address}/docs")
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        assert violations(page, axe) == []
 
 
 def test_axe_sees_what_it_is_there_for(contexts: Any, address: str, axe: str) -> None:

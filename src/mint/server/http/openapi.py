@@ -235,8 +235,13 @@ def _shown_operation(document: Mapping[str, Any], method: str, path: str, operat
     ]
     return (
         f'<details id="{operation["operationId"]}"><summary><code>{method} {html.escape(path)}</code>{mark}<br>'
-        f"{html.escape(operation['summary'])}</summary><div>{''.join(parts)}</div></details>"
+        f"{_with_code(operation['summary'])}</summary><div>{''.join(parts)}</div></details>"
     )
+
+
+def _with_code(text: str) -> str:
+    """Text as HTML; what stands between backquotes as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _fields(document: Mapping[str, Any], title: str, schema: Mapping[str, Any] | None) -> str:
@@ -253,7 +258,7 @@ def _fields(document: Mapping[str, Any], title: str, schema: Mapping[str, Any] |
     )
     heads = "".join(f'<th scope="col">{head}</th>' for head in (title, "Type", "Default"))
     about = str(found.get("description", "")).partition("\n\n")[0]
-    text = f"<p>{html.escape(about)}</p>" if about else ""
+    text = f"<p>{_with_code(about)}</p>" if about else ""
     return f"{text}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
 
