@@ -175,12 +175,24 @@ def test_a_cancelled_job_ends_at_once_and_its_replica_is_free_again(engine: Clus
     assert sum(own["sequences"] for own in engine.cluster_state["replicas"]) == 0
 
 
-def test_an_error_on_a_replica_is_raised_by_the_step_and_the_next_batch_works(engine: ClusterEngine) -> None:
-    batch = engine.open_batch()
-    batch.add("bad", replace(job([3, 4]), rules=LogitRules(allowed=np.array([5000]))))
-    with pytest.raises((RuntimeError, IndexError)):
-        while batch.keys:
-            batch.step()
+def test_a_job_that_fails_on_a_replica_fails_alone(alone: Engine, engine: ClusterEngine) -> None:
+    jobs = some_jobs()
+    expected = alone.sample(jobs)
+    batch, results = engine.open_batch(), {}
+    heard: dict[str, list[tuple[int, int, float]]] = {}
+    for place, own in enumerate(jobs):
+        told = heard.setdefault(str(place), [])
+        batch.add(str(place), own, lambda *token, told=told: told.append(token))
+    while not any(heard.values()):
+        results |= batch.step()
+    for number in range(2):
+        batch.add(f"bad {number}", replace(job([3, 4]), rules=LogitRules(allowed=np.array([5000]))))
+    while batch.keys:
+        results |= batch.step()
+    assert "Error" in results["bad 0"].error and "Error" in results["bad 1"].error
+    for place, result in enumerate(expected):
+        assert bits(results[str(place)]) == bits(result)
+        assert len(heard[str(place)]) == sum(len(sample.tokens) for sample in result.samples)
     assert engine.sample([job([3, 4])])[0].error is None
 
 

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -92,26 +93,42 @@ class News:
     """Tokens and results of a replica since it was last asked.
 
     `tokens` are (job, sample, token, logprob) in the order of drawing, of jobs with a listener; `results` are those of
-    jobs that ended, `bases` what was loaded. With an `error` a step has failed, and all jobs are gone. `counters` and
+    jobs that ended, `failures` the errors of jobs that cannot be sampled, `bases` what was loaded. `counters` and
     `kv_pages` are those of the engine now.
     """
 
     tokens: list[tuple[int, int, int, float]] = field(default_factory=list)
     results: dict[int, SampleResult] = field(default_factory=dict)
     bases: list[BaseInfo] = field(default_factory=list)
-    error: Exception | None = None
+    failures: dict[int, Exception] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     kv_pages: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class _Running:
+    """A job without a result yet; `told` counts the tokens that its listener was told, by sample."""
+
+    job: SampleJob
+    has_listener: bool
+    told: Counter[int] = field(default_factory=Counter)
+
+
 class Replica:
-    """A replica, in a process of its own."""
+    """A replica, in a process of its own.
+
+    A step that fails ends its batch. The engine does not say which job it failed on, so each is then sampled again
+    alone, and only the one at fault fails. Orders that come meanwhile wait.
+    """
 
     def __init__(self, open_engine: OpenReplica) -> None:
         self._open_engine = open_engine
         self._engine: TorchEngine | None = None
         self._orders: queue.SimpleQueue[tuple[Order, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._vocabularies: dict[int, Sequence[bytes]] = {}
+        self._running: dict[int, _Running] = {}
+        self._alone: deque[int] = deque()  # jobs of a batch that failed: they run again, one by one
+        self._load_errors: dict[str, Exception] = {}  # by the base or version that could not be loaded
         self._changed = threading.Condition()
         self._news = News()
         self._tokens: list[tuple[int, int, int, float]] = []  # of the step that runs
@@ -154,7 +171,7 @@ class Replica:
                 wait_s = until - now
                 if news.tokens:
                     wait_s = min(wait_s, self._tokens_since + TOKENS_S - now)
-                if news.results or news.bases or news.error is not None or wait_s <= 0:
+                if news.results or news.bases or news.failures or wait_s <= 0:
                     break
                 self._changed.wait(wait_s)
             self._news = News()
@@ -165,21 +182,37 @@ class Replica:
     def _work(self, engine: TorchEngine) -> None:
         batch = engine.open_batch()
         while True:
+            if self._alone and not batch.keys:
+                self._add(batch, self._alone.popleft())
+            while not self._alone and (not batch.keys or not self._orders.empty()):
+                self._obey(engine, batch, *self._orders.get())
             try:
-                while not batch.keys or not self._orders.empty():
-                    self._obey(engine, batch, *self._orders.get())
                 results = batch.step()
-            except Exception as error:  # the boundary: the jobs fail where they came from
+            except Exception as error:  # the boundary: the job at fault fails where it came from
                 if not isinstance(error, MintError):
                     log.exception("a step of the replica failed")
+                self._tell({})  # tokens that were drawn are right, also if the step has failed
+                self._separate(error)
                 batch = engine.open_batch()
-                self._tokens.clear()
-                with self._changed:
-                    self._news.error = portable(error)
-                    self._changed.notify()
                 continue
+            for key in results:
+                self._running.pop(int(key), None)
             if results or self._tokens:
                 self._tell(results)
+
+    def _separate(self, error: Exception) -> None:
+        """Lets the jobs of a batch that failed run again alone; one that was alone has failed."""
+        failed = [number for number in self._running if number not in self._alone]
+        if len(failed) == 1:
+            self._fail(failed[0], error)
+        else:
+            self._alone.extend(failed)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        self._running.pop(number, None)
+        with self._changed:
+            self._news.failures[number] = portable(error)
+            self._changed.notify()
 
     def _tell(self, results: Mapping[str, SampleResult]) -> None:
         with self._changed:
@@ -194,12 +227,9 @@ class Replica:
     def _obey(self, engine: TorchEngine, batch: SampleBatch, order: Order, vectors: Sequence[np.ndarray]) -> None:
         match order:
             case LoadBase(name, path):
-                info = engine.load_base(name, path)
-                with self._changed:
-                    self._news.bases.append(info)
-                    self._changed.notify()
+                self._load(name, lambda: self._tell_base(engine.load_base(name, path)))
             case LoadLora(version, base, lora, layout, place):
-                engine.load_weights(version, base, lora, unpacked(layout, vectors[place]))
+                self._load(version, lambda: engine.load_weights(version, base, lora, unpacked(layout, vectors[place])))
             case DropLora(version):
                 engine.drop_weights(version)
             case KeepVocabulary(number, tokens):
@@ -207,12 +237,45 @@ class Replica:
             case AddJob(number, job, vocabulary, has_listener):
                 if vocabulary is not None:
                     job = replace(job, stop=replace(job.stop, vocabulary=self._vocabularies[vocabulary]))
-                batch.add(str(number), job, self._listener(number) if has_listener else None)
+                self._running[number] = _Running(job, has_listener)
+                self._add(batch, number)
             case CancelJob(number):
                 batch.cancel(str(number))
 
-    def _listener(self, number: int) -> TokenListener:
+    def _load(self, name: str, load: Callable[[], None]) -> None:
+        """Loads a base or a version; the jobs that need it fail with the error, if there is one."""
+        try:
+            load()
+            self._load_errors.pop(name, None)
+        except Exception as error:  # the boundary, as in `_work`
+            log.exception("%s could not be loaded", name)
+            self._load_errors[name] = error
+
+    def _tell_base(self, info: BaseInfo) -> None:
+        with self._changed:
+            self._news.bases.append(info)
+            self._changed.notify()
+
+    def _add(self, batch: SampleBatch, number: int) -> None:
+        """Puts a job into the batch, for the first time or again."""
+        running = self._running[number]
+        job = running.job
+        listener = self._listener(number, running) if running.has_listener else None
+        try:
+            batch.add(str(number), job, listener)
+        except Exception as error:  # the boundary, as in `_work`
+            log.info("a job cannot be sampled: %s", error)
+            self._fail(number, self._load_errors.get(job.weights_id or "") or self._load_errors.get(job.base) or error)
+
+    def _listener(self, number: int, running: _Running) -> TokenListener:
+        """Notes tokens as news, but for those that were told before the job was run again."""
+        again = dict(running.told)
+
         def hear(sample: int, token: int, logprob: float) -> None:
+            if again.get(sample, 0):
+                again[sample] -= 1
+                return
+            running.told[sample] += 1
             self._tokens.append((number, sample, token, logprob))
 
         return hear

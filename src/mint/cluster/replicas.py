@@ -241,7 +241,7 @@ class Replicas:
 
         Raises:
             ReplicaLostError: replicas cannot be started.
-            Exception: a step of a replica has failed, or a listener.
+            Exception: a listener has failed.
         """
         self._fit_number()
         for version in self._versions.take_gone():
@@ -344,7 +344,7 @@ class Replicas:
 
     def _hear(self, member: _Member, news: News) -> None:
         member.counters, member.kv_pages = news.counters, news.kv_pages
-        failure = news.error
+        failure: Exception | None = None
         for info in news.bases:
             try:
                 self._check_base(info)
@@ -368,10 +368,12 @@ class Replicas:
             job = member.jobs.get(number)
             if job is not None:
                 self._end_job(member, job, result)
-        if news.error is not None:
-            for job in list(member.jobs.values()):
-                self._remove(member, job)
-                member.orders.append(CancelJob(job.number))  # it may have come after the error
+        for number, error in news.failures.items():
+            job = member.jobs.get(number)
+            if job is not None:
+                member.bases.discard(job.job.base)  # it may be what could not be loaded: it is tried again
+                text = error.message if isinstance(error, MintError) else str(error)
+                self._end_job(member, job, SampleResult([], error=text))
         if failure is not None:
             raise failure
 
