@@ -264,7 +264,8 @@ class Replica:
         try:
             batch.add(str(number), job, listener)
         except Exception as error:  # the boundary, as in `_work`
-            log.info("a job cannot be sampled: %s", error)
+            if not isinstance(error, MintError):
+                log.exception("a job cannot be sampled")
             self._fail(number, self._load_errors.get(job.weights_id or "") or self._load_errors.get(job.base) or error)
 
     def _listener(self, number: int, running: _Running) -> TokenListener:

@@ -26,7 +26,7 @@ Eight ranks are busy from about 8,000 rows of a request on. benchmarks/LOG.md ha
 class OpenTorchEngine(Protocol):
     """`embedded.torch_engine`."""
 
-    def __call__(self, settings: Settings, *, peers: Peers | None = None) -> TorchEngine: ...
+    def __call__(self, settings: Settings, *, peers: Peers | None = None, cache_sharers: int = 1) -> TorchEngine: ...
 
 
 def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterEngine:
@@ -58,13 +58,13 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
     logging.setLogRecordFactory(make_record)  # Ray's adds a field to every line of this process's log
     return ClusterEngine(
         engine,
-        partial(_process_engine, own, open_engine),
+        partial(_process_engine, own, open_engine, max(1, settings.samplers) if settings.cluster == "local" else 1),
         settings.trainers,
         samplers=settings.samplers,
         place=Place(settings.cluster, cpus=settings.threads),
     )
 
 
-def _process_engine(settings: Settings, open_engine: OpenTorchEngine, peers: Peers) -> TorchEngine:
+def _process_engine(settings: Settings, open_engine: OpenTorchEngine, cache_sharers: int, peers: Peers) -> TorchEngine:
     """The engine of one rank or replica; called in its process."""
-    return open_engine(settings, peers=peers)
+    return open_engine(settings, peers=peers, cache_sharers=cache_sharers)

@@ -122,8 +122,10 @@ def end_ranks(engine: Engine) -> None:
         close()
 
 
-def torch_engine(settings: Settings, *, peers: Peers | None = None) -> TorchEngine:
+def torch_engine(settings: Settings, *, peers: Peers | None = None, cache_sharers: int = 1) -> TorchEngine:
     """The engine that computes on this machine; `peers` run its passes with it.
+
+    `cache_sharers` processes divide the memory for caches.
 
     Raises:
         MissingExtraError: the `local` extra is not installed.
@@ -136,7 +138,7 @@ def torch_engine(settings: Settings, *, peers: Peers | None = None) -> TorchEngi
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
         raise _missing(error) from error
-    given = _engine_settings(settings)
+    given: dict[str, Any] = {**_engine_settings(settings), "cache_sharers": cache_sharers}
     if peers is not None:
         given["peers"] = peers
     return TorchEngine(native=native, gpu_kernels=settings.native is not False, **given)

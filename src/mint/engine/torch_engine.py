@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mint.engine.bases.base_model import BaseModel
-from mint.engine.bases.decoder_base import CacheSizes, DecoderBase
+from mint.engine.bases.cache_sizes import CacheSizes
+from mint.engine.bases.decoder_base import DecoderBase
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.devices import Device
@@ -79,6 +80,7 @@ class TorchEngine:
         device: str | None = None,
         kv_cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
+        cache_sharers: int = 1,
         recompute: bool | None = None,
         offload_activations: bool = False,
         micro_batch_rows: int | None = None,
@@ -93,18 +95,18 @@ class TorchEngine:
 
         `kv_cache_bytes` bounds the KV cache of each base; None: a quarter of the memory that is free once the base is
         loaded, and no more than it can use. Up to `prefix_cache_bytes` of it (None: an eighth, or 512 MiB if that is
-        more), and at most half, are kept for later prompts that begin alike. With `recompute`, training computes its
-        activations again instead of keeping them: the same bits, less memory, about a third more time. None does so
-        only for sequences that are too long otherwise. With `offload_activations`, what is kept then, the inputs of
-        layers, lies in the host's memory, or of a CPU in a temporary file: the same bits. `micro_batch_rows` are the
-        rows of a micro-batch, which decide the last bits of a gradient; None: by the memory of the device. `native` are
-        kernels in C for a CPU, or the folder where they are compiled and cached; None uses torch alone, whose last bits
-        differ. Without `gpu_kernels` a GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of
-        Triton kernels. With `batch_invariant` a sampled row on a GPU has the same bits in any batch, as it has on a
-        CPU. `implementation` is what computes base models: by default mint's own decoder where it knows the family,
-        else the modules of transformers. With `quantize` the frozen matrices of the layers take 4 or 8 bits for each
-        number, on mint's own decoder alone. `peers` are the processes that run each pass together; all get the same
-        calls that train.
+        more), and at most half, are kept for later prompts that begin alike. `cache_sharers` processes on this machine
+        divide the quarter. With `recompute`, training computes its activations again instead of keeping them: the same
+        bits, less memory, about a third more time. None does so only for sequences that are too long otherwise. With
+        `offload_activations`, what is kept then, the inputs of layers, lies in the host's memory, or of a CPU in a
+        temporary file: the same bits. `micro_batch_rows` are the rows of a micro-batch, which decide the last bits of a
+        gradient; None: by the memory of the device. `native` are kernels in C for a CPU, or the folder where they are
+        compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain
+        operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. With `batch_invariant` a sampled
+        row on a GPU has the same bits in any batch, as it has on a CPU. `implementation` is what computes base models:
+        by default mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the
+        frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone. `peers` are the
+        processes that run each pass together; all get the same calls that train.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -122,7 +124,7 @@ class TorchEngine:
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
-        self._caches = CacheSizes(kv_cache_bytes, prefix_cache_bytes)
+        self._caches = CacheSizes(kv_cache_bytes, prefix_cache_bytes, cache_sharers)
 
     @property
     def uses_gpu(self) -> bool:
@@ -360,7 +362,7 @@ class TorchEngine:
             self._dtype,
             recompute=self._recompute,
             micro_batch_rows=self._micro_batch_rows,
-            kv_cache_bytes=self._caches.kv_cache,
+            caches=self._caches,
         )
 
     def _base(self, name: str) -> BaseModel:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
+from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
 from mint.engine.memory.activation_offload import offloaded
@@ -29,15 +29,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_SHARE, LEAST_PREFIX_BYTES = 8, 512 << 20
 """Unless it is set, the prefix cache keeps one part in so many of the KV cache, and at least so many bytes."""
-
-
-@dataclass(frozen=True)
-class CacheSizes:
-    """The KV cache of a base model, and the part of it that is kept for later prompts that begin alike; bytes. None:
-    by the memory that is free once the base is loaded."""
-
-    kv_cache: int | None
-    prefix_cache: int | None
 
 
 class DecoderBase(BaseModel):
@@ -83,7 +74,7 @@ class DecoderBase(BaseModel):
         free = device.free_bytes
         self._limits = fit_limits(config.vocab_size, prompt_token_bytes(config, dtype), operations, free_bytes=free)
         log_limits(name, self._limits, free)
-        self._kv_cache_bytes = _kv_cache_bytes(name, config, dtype, caches.kv_cache, self._limits, free)
+        self._kv_cache_bytes = _kv_cache_bytes(name, config, dtype, caches, self._limits, free)
         kept = max(self._kv_cache_bytes // PREFIX_SHARE, LEAST_PREFIX_BYTES)
         self._prefix_cache_bytes = kept if caches.prefix_cache is None else caches.prefix_cache
         self._published: list[LoraWeights] = []
@@ -167,13 +158,14 @@ def _kv_cache_bytes(
     name: str,
     config: DecoderConfig,
     dtype: torch.dtype,
-    chosen: int | None,
+    caches: CacheSizes,
     limits: SamplingLimits,
     free: int | None,
 ) -> int:
-    """The size of the KV cache of a base that is loaded: as `chosen`, or by the memory that is free."""
-    if chosen is not None:
-        return chosen
+    """The size of the KV cache of a base that is loaded: as it was chosen, or by the memory that is free."""
+    if caches.kv_cache is not None:
+        return caches.kv_cache
+    free = caches.part_of(free)
     sequences = limits.rows if config.delta_net is None else 2 * limits.rows  # states take one half
     size = fitting_bytes(config, dtype, sequences=sequences, free_bytes=free)
     log.info("%s: KV cache of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, size >> 20, in_mib(free))

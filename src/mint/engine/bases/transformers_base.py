@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_micro_batches
+from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
 from mint.engine.bases.transformers_sampler import TransformersSampler
@@ -39,10 +40,10 @@ class TransformersBase(BaseModel):
         *,
         recompute: bool | None,
         micro_batch_rows: int | None,
-        kv_cache_bytes: int | None,
+        caches: CacheSizes,
     ) -> None:
         """Loads and measures the model. `micro_batch_rows` are ignored where it trains one sequence at a time.
-        `kv_cache_bytes` bounds the caches of all samples; None: a share of the memory that is free.
+        `caches` bounds the caches of all samples; by default a share of the memory that is free.
 
         Raises:
             InvalidRequestError: transformers cannot load the folder.
@@ -59,8 +60,8 @@ class TransformersBase(BaseModel):
         micro_batching = MicroBatching(rows, bool(recompute))
         log_micro_batches(name, micro_batching, budget)
         self._cache_use = measured.cache_use
-        free = device.free_bytes
-        self._cache_budget = fit_budget(measured.cache_cost, chosen_bytes=kv_cache_bytes, free_bytes=free)
+        free = caches.part_of(device.free_bytes)
+        self._cache_budget = fit_budget(measured.cache_cost, chosen_bytes=caches.kv_cache, free_bytes=free)
         limit_mib = self._cache_budget.limit_bytes >> 20
         log.info("%s: caches of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, limit_mib, in_mib(free))
         settings = {
