@@ -89,6 +89,23 @@ USAGES = [
     ("train rl task=math run_dir=/proc/x", "run_dir = /proc/x", "Name a folder that you may write"),
     ("train rl task=math --resume", "RLConfig.run_dir", "--run-dir"),
     ("train rl task=math --run-di x", "--run-di", "--run-dir"),
+    ("train rl task=math problems=many base_model=mint/tiny", "task math: problems = many", "It takes Iterable"),
+    ("train rl task=math train_size=few base_model=mint/tiny", "task math: train_size = few", "It takes int"),
+    ("train rl task=math grader=5 base_model=mint/tiny", "task math: grader = 5", "It takes str"),
+    ("train rl task=math prompt_style=nope base_model=mint/tiny", "prompt_style = nope", "Choose chat or plain"),
+    ("doctor math train_size=-5 base_model=mint/tiny", "train_size = -5", "Give 0 to 13412"),
+    ("train rl task=chat judge=gpt base_model=mint/tiny", "task chat: judge = gpt", "It takes PairwiseJudge"),
+    ("train rl task=code unsafe_sandbox=7 base_model=mint/tiny", "unsafe_sandbox = 7", "It takes bool"),
+    ("train rl task=file:binary.jsonl base_model=mint/tiny", "binary.jsonl:1 = ", "Write one JSON object per line"),
+    ("train dpo data=binary.jsonl base_model=mint/tiny", "binary.jsonl:1 = ", "is not a pair"),
+    ("train dpo data=.", "data = .: is not a file", "Give a .jsonl file"),
+    ("train rl task=math steps=", "RLConfig.steps = ", "Give an integer"),
+    ("train rl task=math stop=END", "RLConfig.stop = END", "Give a list"),
+    ("train rl task=math betas=[0.9,1]", "RLConfig.betas = (0.9, 1.0)", "Try (0.9, 0.999)"),
+    ("train rl task=math init_optimizer=yes", "init_optimizer = True", "Name the checkpoint"),
+    ("train rl task=math init_from=nope", "init_from = nope", "`mint runs list`"),
+    ("train rl task=math kl_reference=nope", "kl_reference = nope", "`mint runs list`"),
+    ("eval mint/tiny math --against mint/tiny", "'mint/tiny', 'mint/tiny'", "Name each checkpoint once"),
     ("train sft", "task = (missing)", "task=…"),
     ("train sft task=chat epochs=-1", "SFTConfig.epochs = -1", "at least 1"),
     ("train dpo", "data = (missing)", "data=…"),
@@ -149,6 +166,7 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(ADAPTER)
     Path("empty.jsonl").write_text("")
+    Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
     answer = CliRunner().invoke(app, shlex.split(line))
     said = re.sub(r"[\s│]+", " ", answer.stderr)
     assert answer.exit_code in (1, 2)

@@ -136,3 +136,12 @@ def test_a_supervised_run_has_no_findings_of_rewards(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     (folder / "findings.jsonl").unlink()
     assert diagnose_run(folder) == []
+
+
+def test_a_task_that_is_not_that_of_the_run_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    spec = {"task": "math", "seed": 0, "options": {}}
+    (folder / "config.json").write_text(json.dumps({**GOOD["config.json"], "task_spec": spec}))
+    said = "--task = maths: is not the task of the run, which is math"
+    with pytest.raises(InvalidRequestError, match=said), open_task_of_run(folder, "maths"):
+        pass

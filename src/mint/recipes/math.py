@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
-from mint.recipes.question_task import Prompt, PromptStyle, Question, encode_prompt, one_side
+from mint.recipes.question_task import Prompt, PromptStyle, Question, checked_prompt_style, encode_prompt, one_side
 from mint.rl import Reward, RLAdapter, RLConfig
 from mint.rl.tasks.math_grader import MathGrader, exact_match
 
@@ -73,7 +73,7 @@ class MathAdapter(RLAdapter):
         self.seed = seed
         self.heldout_size = heldout_size
         self.train_size = train_size
-        self.prompt_style: PromptStyle = prompt_style
+        self.prompt_style: PromptStyle = checked_prompt_style(prompt_style)
         self._grader = MathGrader() if grader == "math-verify" else None
         self._problems = None if problems is None else [Question(*pair) for pair in problems]
         self._heldout = None if heldout_problems is None else [Question(*pair) for pair in heldout_problems]

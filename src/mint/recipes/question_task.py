@@ -57,11 +57,7 @@ class QuestionAdapter(RLAdapter):
         Raises:
             InvalidRequestError: the style is unknown.
         """
-        if prompt_style not in ("chat", "plain"):
-            raise InvalidRequestError(
-                "is not a prompt style", field="prompt_style", value=prompt_style, remedy="Choose chat or plain"
-            )
-        self.prompt_style: PromptStyle = prompt_style
+        self.prompt_style: PromptStyle = checked_prompt_style(prompt_style)
 
     def make_prompt(self, item: Question, tokenizer: Any) -> list[int]:
         """The question in the task's `prompt_style`."""
@@ -74,6 +70,19 @@ class QuestionAdapter(RLAdapter):
     def item_key(self, item: Question) -> str:
         """The prompt without the answer, so that a question with two answers stays on one side of the split."""
         return item.text
+
+
+def checked_prompt_style(given: PromptStyle) -> PromptStyle:
+    """The style.
+
+    Raises:
+        InvalidRequestError: it is unknown.
+    """
+    if given not in ("chat", "plain"):
+        raise InvalidRequestError(
+            "is not a prompt style", field="prompt_style", value=given, remedy="Choose chat or plain"
+        )
+    return given
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[int]:

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mint.errors import InvalidRequestError, MintError, MissingExtraError
 from mint.recipes.question_task import DEMO
@@ -112,7 +112,15 @@ def open_task_of_run(run: Path, task: str | None) -> Generator[TaskChoice]:
         InvalidRequestError: neither says which task it is.
     """
     described = read_config(run)
-    spec: dict[str, Any] | None = described.get("task_spec") or (
+    recorded = described.get("task_spec")
+    if task is not None and recorded and recorded.get("task") != task:
+        raise InvalidRequestError(
+            f"is not the task of the run, which is {recorded.get('task')}",
+            field="--task",
+            value=task,
+            remedy="Leave it out: it is for runs that were started from Python",
+        )
+    spec: dict[str, Any] | None = recorded or (
         {"task": task, "seed": described.get("seed", 0), "options": {}} if task is not None else None
     )
     if spec is None:
@@ -148,11 +156,12 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
     source, _, rest = name.partition(":")
     if name in RECIPES:
         module = importlib.import_module(f"mint.recipes.{name}")
-        adapter = _construct(getattr(module, RECIPES[name]), name, (), {"seed": seed, **options})
+        adapter = _construct_own(getattr(module, RECIPES[name]), name, (), {"seed": seed, **options})
         return _choice(adapter, module.DEMO, seed)
     if source in SOURCES and rest:
         home, cls = SOURCES[source]
-        adapter = _construct(getattr(importlib.import_module(home), cls), name, (rest,), {"seed": seed, **options})
+        make = getattr(importlib.import_module(home), cls)
+        adapter = _construct_own(make, name, (rest,), {"seed": seed, **options})
         return _choice(adapter, DEMO, seed)
     if source.endswith(".py") and not rest and Path(source).is_file():
         raise InvalidRequestError(
@@ -190,6 +199,33 @@ def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], opti
             remedy=f"Its options are {', '.join(known)}" if known else "It has no options",
         ) from error
     return make(*place, **options)
+
+
+def _construct_own(make: Callable[..., Any], name: str, place: tuple[str, ...], options: dict[str, Any]) -> Any:
+    """A task of mint. Its options have types; a text or number in the place of something else is refused."""
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    for option, value in options.items():
+        kinds = _flat(hints.get(option, Any))
+        if not isinstance(value, str | int | float) or Any in kinds or _fits(value, kinds):
+            continue
+        takes = " or ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not NoneType))
+        raise InvalidRequestError(
+            "is of the wrong type", field=f"task {name}: {option}", value=value, remedy=f"It takes {takes}"
+        )
+    return _construct(make, name, place, options)
+
+
+def _flat(hint: Any) -> set[Any]:
+    """The types that a value may have. Which values of a Literal there are, the task itself says."""
+    if get_origin(hint) in (Union, UnionType):
+        return set().union(*map(_flat, get_args(hint)))
+    return set(map(type, get_args(hint))) if get_origin(hint) is Literal else {hint}
+
+
+def _fits(value: str | float, kinds: set[Any]) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return not kinds.isdisjoint({int, float})
+    return type(value) in kinds or (isinstance(value, str) and Path in kinds)
 
 
 def _user_module(source: str, name: str) -> ModuleType:

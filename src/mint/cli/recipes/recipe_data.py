@@ -73,9 +73,9 @@ def read_pairs(path: Path) -> list[dict[str, Any]]:
         InvalidRequestError: there is no such file, or a line is not a pair; names the line.
     """
     if not path.is_file():
-        raise InvalidRequestError("does not exist", field="data", value=str(path), remedy="Give a .jsonl file")
+        raise InvalidRequestError("is not a file", field="data", value=str(path), remedy="Give a .jsonl file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():
             continue
         row = _pair(line)

@@ -342,7 +342,13 @@ def upload_checkpoint(
 ) -> None:
     """Makes a checkpoint of a lora that was trained elsewhere."""
     with _storage(data_dir, as_json) as storage:
-        print_checkpoint(storage.checkpoint(storage.upload(file, model, name)), as_json)
+        try:
+            uploaded = storage.upload(file, model, name)
+        except InvalidRequestError as error:
+            if error.field == "file":  # the server knows the archive by no name
+                error.value = str(file)
+            raise
+        print_checkpoint(storage.checkpoint(uploaded), as_json)
 
 
 @sessions_app.command(name="list")

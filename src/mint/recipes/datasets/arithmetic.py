@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
+from mint.errors import InvalidRequestError
+
 KIND_SHARES = {
     "one-digit +": 0.06,
     "two-digit +": 0.38,
@@ -89,13 +91,20 @@ def problems_by_kind(*, heldout: bool) -> dict[str, tuple[Problem, ...]]:
 def draw_problems(seed: int, count: int, *, heldout: bool) -> list[Problem]:
     """`count` distinct problems from one side of the split, mixed as `KIND_SHARES` says, in random order.
 
-    If a kind has too few problems, others of the side fill up the set. Raises ValueError if that side has fewer than
-    `count` problems.
+    If a kind has too few problems, others of the side fill up the set.
+
+    Raises:
+        InvalidRequestError: that side has fewer than `count` problems, or `count` is negative.
     """
     pools = problems_by_kind(heldout=heldout)
     available = sum(len(pool) for pool in pools.values())
     if not 0 <= count <= available:
-        raise ValueError(f"count={count}: this side of the split has 0 to {available} problems to draw")
+        raise InvalidRequestError(
+            "is not a number of problems of this side of the split",
+            field="heldout_size" if heldout else "train_size",
+            value=count,
+            remedy=f"Give 0 to {available}",
+        )
     rng = random.Random(f"arithmetic {seed} {heldout}")
     drawn: list[Problem] = []
     spare: list[Problem] = []

@@ -99,7 +99,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
             "does not exist", field="path", value=str(path), remedy="Give a .jsonl, .parquet or .csv file, or a folder"
         )
     if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", _parse(line, f"{path}:{number}")
@@ -108,12 +108,13 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {number}", row
 
 
-def _parse(line: str, where: str) -> Any:
+def _parse(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.decode())
     except ValueError as error:
+        shown = line.decode("utf-8", "replace").strip()
         raise InvalidRequestError(
-            f"is not JSON ({error})", field=where, value=line.strip(), remedy="Write one JSON object per line"
+            f"is not JSON in UTF-8 ({error})", field=where, value=shown, remedy="Write one JSON object per line"
         ) from error
 
 
