@@ -15,6 +15,7 @@ from mint.recipes.sft import SFTConfig, run_sft
 from mint.recipes.supervised import Demonstration
 from mint.rl import LiveProgress, run_grpo
 from mint.rl.run_config import RunConfig
+from mint.rl.tracking.progress import step_line
 from mint.runs.terminal_text import head, one_line, paragraph, sparkline, tail
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
@@ -85,6 +86,12 @@ def test_a_step_without_a_signal_says_why_no_update_was_made() -> None:
         progress("step", step(1, 1.0, datums=0.0, **{"groups/used": 0.0, "groups/all_good": 4.0}))
     assert isinstance(console.file, io.StringIO)
     assert "no step taken: every group had equal rewards (4 all good, 0 all bad)" in console.file.getvalue()
+
+
+def test_a_step_whose_groups_were_left_out_does_not_say_that_rewards_were_equal() -> None:
+    numbers = {"groups/used": 0.0, "groups/untrained": 3.0, "groups/all_good": 1.0}
+    line = step_line(step(1, 0.5, datums=0.0, **numbers))
+    assert line.endswith("no step taken: nothing of 3 groups with unequal rewards went into the loss")
 
 
 def test_text_is_shown_sign_by_sign() -> None:

@@ -221,6 +221,9 @@ def _plain_numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _no_step(metrics: Mapping[str, Any]) -> str:
     good = int(metrics["groups/all_good"])
     bad = int(metrics["groups/all_bad"])
+    left_out = int(metrics.get("groups/untrained", 0))
+    if left_out:
+        return f"no step taken: nothing of {left_out} groups with unequal rewards went into the loss"
     return f"no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
 
 
