@@ -18,10 +18,9 @@ from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import open_task_of_run
 from mint.rl import Group, RLConfig, Rollout, run_grpo
 from mint.rl.objective import function_name
-from mint.rl.rollout import RolloutBatch, Turn
-from mint.rl.tracking.step_log import step_metrics
+from mint.rl.rollout import Turn
+from mint.rl.tracking.custom_metrics import custom_metrics
 from mint.rl.training.advantages import loss_weights, passes_filter, rollout_advantages
-from mint.rl.training.policy_update import PolicyUpdate
 
 SMALL = RLConfig(
     base_model="mint/tiny", steps=2, batch_size=3, group_size=4, max_tokens=6, temperature=1.0, learning_rate=2e-3,
@@ -141,10 +140,35 @@ def too_few(rewards: np.ndarray) -> np.ndarray:
     return rewards[1:]
 
 
-@pytest.mark.parametrize("wrong", [nan, too_few])
+def huge(rewards: np.ndarray) -> np.ndarray:
+    return rewards * 1e300
+
+
+def imaginary(rewards: np.ndarray) -> np.ndarray:
+    return rewards * 1j
+
+
+def nested(rewards: np.ndarray) -> list[Any]:
+    return [torch.ones(1, requires_grad=True), [1.0, 2.0], 3.0]
+
+
+@pytest.mark.parametrize("wrong", [nan, too_few, huge, imaginary, nested])
 def test_what_a_function_must_not_return_is_refused_by_its_name(wrong: Callable[[np.ndarray], np.ndarray]) -> None:
     with pytest.raises(InvalidRequestError, match=rf"advantage = {wrong.__name__}: returned .*Return 3 finite numbers"):
         advantages([group(0.0, 1.0, 2.0)], RLConfig(advantage=wrong))
+
+
+def with_gradient(rewards: np.ndarray) -> Any:
+    return torch.tensor(rewards, dtype=torch.bfloat16, requires_grad=True) - 1
+
+
+def list_of_tensors(rewards: np.ndarray) -> list[Any]:
+    return list(torch.tensor(rewards, requires_grad=True) - 1)
+
+
+@pytest.mark.parametrize("function", [with_gradient, list_of_tensors])
+def test_an_advantage_may_be_a_tensor_with_a_gradient(function: Callable[[np.ndarray], Any]) -> None:
+    assert advantages([group(0.0, 1.0, 2.0)], RLConfig(advantage=function)) == [-1.0, 0.0, 1.0]
 
 
 def fails(*arguments: Any) -> Any:
@@ -161,27 +185,56 @@ def test_a_function_that_raises_is_named_with_its_line(field: str) -> None:
 
 
 def test_metrics_that_raise_or_share_a_name_are_refused_by_the_names_of_the_functions() -> None:
-    batch = RolloutBatch(1, [group(0.0, 1.0)])
-
     def count(groups: Sequence[Group]) -> dict[str, float]:
         return {"count": float(len(groups))}
 
     def count_again(groups: Sequence[Group]) -> dict[str, float]:
         return {"count": 0.0}
 
-    def infinite(groups: Sequence[Group]) -> dict[str, float]:
-        return {"best": 1.0, "worst": math.inf}
-
     def logged(*functions: Any) -> dict[str, float]:
-        return step_metrics(ManyDigits(), batch, PolicyUpdate([]), functions)
+        return custom_metrics([group(0.0, 1.0)], functions)
 
     assert logged(count)["custom/count"] == 1.0
     with pytest.raises(InvalidRequestError, match=r"metrics = fails: raised KeyError: 'no such item'"):
         logged(fails)
-    with pytest.raises(InvalidRequestError, match=r"metrics = infinite: returned inf for 'worst'"):
-        logged(infinite)
     with pytest.raises(InvalidRequestError, match=r"metrics = count_again: returns 'count', and so does count"):
         logged(count, count_again)
+
+
+@pytest.mark.parametrize("wrong", [None, "0.5", [1.0], 1 + 2j, np.array(1 + 2j), {}, object()])
+def test_a_metric_that_is_no_number_is_refused_by_name(wrong: Any) -> None:
+    def odd(groups: Sequence[Group]) -> dict[str, Any]:
+        return {"odd": wrong}
+
+    with pytest.raises(InvalidRequestError, match=r"metrics = odd: returned .* for 'odd'.*Return one number"):
+        custom_metrics([group(0.0, 1.0)], [odd])
+
+
+@pytest.mark.parametrize("given", [1, True, np.float32(1), np.array(1.0), torch.ones((), requires_grad=True)])
+def test_a_metric_may_be_any_real_number(given: Any) -> None:
+    def one(groups: Sequence[Group]) -> dict[str, Any]:
+        return {"one": given}
+
+    assert custom_metrics([group(0.0, 1.0)], [one]) == {"custom/one": 1.0}
+
+
+@pytest.mark.learns
+def test_metrics_that_are_not_finite_are_left_out_of_their_step_with_one_warning() -> None:
+    calls: list[int] = []
+
+    def lengths(groups: Sequence[Group]) -> dict[str, float]:
+        calls.append(1)
+        missing = len(calls) > 1
+        return {"right": math.nan if missing else 2.0, "worst": -math.inf if missing else 1.0, "calls": len(calls)}
+
+    result = run_grpo(ManyDigits(), SMALL.changed(steps=3, metrics=lengths))
+    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    own = [{name: value for name, value in row.items() if name.startswith("custom/")} for row in rows]
+    assert own == [{"custom/right": 2, "custom/worst": 1, "custom/calls": 1}, {"custom/calls": 2}, {"custom/calls": 3}]
+    (finding,) = [finding for finding in result.findings if finding.code == "custom_metric_not_finite"]
+    assert (finding.severity, finding.step) == ("warning", 2)
+    assert "custom/right = nan, custom/worst = -inf at step 2" in finding.evidence
+    assert "nonfinite_or_skipped_steps" not in finding_codes(result)
 
 
 def test_a_function_is_recorded_by_its_name() -> None:

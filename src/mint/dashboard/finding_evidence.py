@@ -195,6 +195,9 @@ BESIDE_THE_STEPS: Mapping[str, FindingEvidence] = {
     ),
     "unused_settings": FindingEvidence("some settings have no effect beside the others", steps=0),
     "tracker_failed": FindingEvidence("a tracker raised an error, and gets nothing more", steps=0),
+    "custom_metric_not_finite": FindingEvidence(
+        "a metric of your own was not finite at some step, and is left out there", steps=0
+    ),
 }
 """The findings that are noted once, by what prepares and records a run."""
 

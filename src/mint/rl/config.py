@@ -195,7 +195,8 @@ class RLConfig(RunConfig):
     eval_every: int = Field(0, ge=0)
     """Steps between held-out evaluations; 0: only before and after. The weights of the best one are saved."""
     metrics: tuple[MetricsFunction, ...] = Field((), strict=False)
-    """Functions of the groups of a step; the numbers that they return are in `metrics.jsonl` as `custom/NAME`."""
+    """Functions of the groups of a step; the numbers that they return are in `metrics.jsonl` as `custom/NAME`. One that
+    is not finite is left out of the step, with a warning."""
     print_samples: int = Field(1, ge=0)
     """Rollouts to print per step, where progress is printed as lines; the screen of a terminal shows one anyway."""
 

@@ -35,6 +35,7 @@ from mint.rl.rollouts.swapping_sampler import PublishedPolicy
 from mint.rl.run_frame import ProgressHook, RunFrame, open_run
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
+from mint.rl.tracking.custom_metrics import custom_metrics, without_nonfinite
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate, timeline_rows
 from mint.rl.training.kl_reference import KLReference
 from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
@@ -276,8 +277,10 @@ class _RLRun:
             rate = success_rate(self.task, group)
             if rate is not None:
                 self.order.curriculum.record(group.index, rate, step)
+        own, not_finite = without_nonfinite(custom_metrics(batch.all_groups, config.metrics), step)
         metrics = {
-            **step_metrics(self.task, batch, update, config.metrics),
+            **step_metrics(self.task, batch, update),
+            **own,
             **self.order.curriculum.metrics(),
             "learning_rate": config.learning_rate_at(step, config.steps),
             "replay/used": float(replayed),
@@ -289,6 +292,8 @@ class _RLRun:
         }
         self._count(metrics, update)
         self._record(batch, metrics, update)
+        if not_finite is not None:
+            self.frame.note(not_finite)
         self.totals.seconds += time.monotonic() - began
         if self.reference is not None and config.kl_reference_every and step % config.kl_reference_every == 0:
             saved = self.frame.trainer.save_weights_for_sampler(name=f"reference-{step:06d}").result()

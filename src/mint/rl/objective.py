@@ -107,27 +107,35 @@ def called(field: str, function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def finite_numbers(
-    field: str, function: Callable[..., Any], given: Any, count: int | None, *, name: str | None = None
-) -> np.ndarray:
-    """Checks the numbers that a function returned: float64 [count], or one number [] if `count` is None. `name` is the
-    one that the function gave it.
+def real_numbers(given: Any) -> np.ndarray | None:
+    """A number, a sequence, an array or a torch tensor as float64 of the same shape, the gradient left out. None if it
+    holds something else than real numbers."""
+    if hasattr(given, "detach"):  # a torch tensor, which need not be on the CPU or of a type that numpy has
+        given = given.detach().tolist()
+    elif isinstance(given, list | tuple):
+        given = [one.detach().tolist() if hasattr(one, "detach") else one for one in given]
+    try:
+        values = np.asarray(given)
+    except (TypeError, ValueError):  # rows of several lengths
+        return None
+    return values.astype(np.float64) if values.dtype.kind in "biuf" else None
+
+
+def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: int | None) -> np.ndarray:
+    """Checks the numbers that a function returned: float64 [count], or one number [] if `count` is None.
 
     Raises:
-        InvalidRequestError: it is of another shape, or not finite.
+        InvalidRequestError: it is of another shape, not real, not finite, or too large for float32, in which they are
+            trained on.
     """
-    try:
-        values = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
-        values = np.full(1, np.nan)
+    values = real_numbers(given)
     shape = () if count is None else (count,)
-    if values.shape != shape or not np.isfinite(values).all():
-        named = "" if name is None else f" for {name!r}"
+    if values is None or values.shape != shape or not (np.abs(values) <= np.finfo(np.float32).max).all():
         wanted = "one finite number" if count is None else f"{count} finite numbers, one for each rollout"
         raise InvalidRequestError(
-            f"returned {' '.join(str(given).split())[:80]}{named}",
+            f"returned {' '.join(str(given).split())[:80]}",
             field=field,
             value=function_name(function),
-            remedy=f"Return {wanted}",
+            remedy=f"Return {wanted}, that float32 can hold",
         )
     return values

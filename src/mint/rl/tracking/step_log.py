@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mint.errors import InvalidRequestError
 from mint.rl.adapter import Task
-from mint.rl.objective import MetricsFunction, called, finite_numbers, function_name
 from mint.rl.rollout import Group, Rollout, RolloutBatch, Span
 from mint.rl.tracking.token_counts import token_metrics
 from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
@@ -22,17 +20,8 @@ def success_rate(task: Task, group: Group) -> float | None:
     return sum(solved) / len(solved) if solved else None
 
 
-def step_metrics(
-    task: Task, batch: RolloutBatch, update: PolicyUpdate, custom: Sequence[MetricsFunction] = ()
-) -> dict[str, float]:
-    """The metrics of a step by the names of the run folder, those of the optimizer included.
-
-    `custom` are the user's own, logged as `custom/NAME`.
-
-    Raises:
-        InvalidRequestError: one of `custom` raised, or returned something else than finite numbers by name, or two of
-            them returned the same name.
-    """
+def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
+    """The metrics of a step by the names of the run folder, those of the optimizer included."""
     rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     return {
         "step": float(batch.step),
@@ -46,33 +35,7 @@ def step_metrics(
         **token_metrics(batch, update),
         "datums": float(update.datums),
         **update.metrics,
-        **_custom_metrics(batch, custom),
     }
-
-
-def _custom_metrics(batch: RolloutBatch, custom: Sequence[MetricsFunction]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    owner: dict[str, MetricsFunction] = {}
-    for function in custom:
-        numbers = called("RLConfig.metrics", function, batch.all_groups)
-        if not isinstance(numbers, Mapping):
-            raise InvalidRequestError(
-                f"returned {str(numbers)[:80]}",
-                field="RLConfig.metrics",
-                value=function_name(function),
-                remedy="Return a dict of numbers by name",
-            )
-        for name, number in numbers.items():
-            if name in owner:
-                raise InvalidRequestError(
-                    f"returns {name!r}, and so does {function_name(owner[name])}",
-                    field="RLConfig.metrics",
-                    value=function_name(function),
-                    remedy="Give each number a name of its own",
-                )
-            owner[name] = function
-            found[f"custom/{name}"] = float(finite_numbers("RLConfig.metrics", function, number, None, name=str(name)))
-    return found
 
 
 def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
