@@ -83,6 +83,22 @@ def test_a_resume_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize("recipe", [("train", "rl", "task=math", *SETTINGS), ("demo", "math")])
+def test_a_resume_of_no_run_is_refused(
+    recipe: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = mint(*recipe, "--run-dir", "nosuch", "--resume")
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 1 and "--run-dir = nosuch: is not a run" in said, refused.output
+    assert "`mint runs list`" in said and "Leave out --resume" in said
+    assert not Path("nosuch").exists()
+
+
+def test_a_resume_in_a_folder_without_a_run_starts_one(tmp_path: Path) -> None:
+    assert train("--run-dir", str(tmp_path), "--resume")["steps"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -101,15 +101,20 @@ def find_checkpoint(name: str, data_dir: Path | None = None) -> str:
 
 
 def find_resumed(run_dir: Path) -> Path:
-    """The folder of the run that `--run-dir` names for a resume; `run_dir` itself if there is no such run yet.
+    """The folder of the run that `--run-dir` names for a resume. A folder that exists may hold no run yet.
 
     Raises:
+        NotFoundError: no run fits, and there is no such folder.
         InvalidRequestError: it is the beginning of the names of several runs.
     """
     try:
         return find_run(str(run_dir), by_model=False)
-    except NotFoundError:
-        return run_dir
+    except NotFoundError as error:
+        if run_dir.is_dir():
+            return run_dir
+        error.field = "--run-dir"
+        error.remedy = f"{error.remedy}. Leave out --resume to start a new run in this folder"
+        raise
     except InvalidRequestError as error:
         error.field = "--run-dir"
         raise

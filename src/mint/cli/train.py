@@ -51,7 +51,7 @@ RunDir = Annotated[
         help="the run folder; a new one if not given. With --resume: any name of a run", autocompletion=complete_run
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir, which must exist")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="download a base model that is not here, unasked")]
 
 
