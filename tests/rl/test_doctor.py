@@ -168,6 +168,34 @@ def test_partial_credit_counts_as_a_signal_unless_it_is_scraps(service: mint.Ser
     assert scraps.verdict == "sft_first"
 
 
+class Scaled(Arithmetic):
+    """Right answers earn `full`, wrong ones nothing."""
+
+    def __init__(self, full: float) -> None:
+        super().__init__()
+        self.full = full
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        return self.full * super().compute_reward(response, item).value
+
+
+def test_rewards_that_never_reach_success_reward_carry_the_signal_that_they_have(service: mint.ServiceClient) -> None:
+    scaled, usual = examined(Scaled(0.8), service), examined(Scaled(1.0), service)
+    assert scaled.verdict == "go", scaled.lines()
+    assert scaled.evidence.success[0] == 0.0
+    assert scaled.evidence.informative == usual.evidence.informative
+    assert "no completion succeeded, the mean reward is" in scaled.reason
+    assert any("set success_reward to 0.8 in the task" in note for note in scaled.notes), scaled.notes
+    assert not any("success_reward" in note for note in usual.notes)
+
+
+def test_two_rewards_above_success_reward_carry_the_signal_that_they_have(service: mint.ServiceClient) -> None:
+    class Generous(Scaled):
+        success_reward = 0.0
+
+    assert examined(Generous(1.0), service).evidence.informative == examined(Scaled(1.0), service).evidence.informative
+
+
 def test_a_judge_that_sees_no_difference_is_not_called_a_hard_task(service: mint.ServiceClient) -> None:
     class Indifferent(Arithmetic):
         def compute_group_rewards(self, responses: Sequence[str], item: Problem) -> list[float]:

@@ -183,8 +183,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [group for group in groups if group.graded]
     rewards = [reward for group in graded for reward in group.rewards]
-    counts = [(sum(map(prober.is_success, group.rewards)), len(group.rewards)) for group in graded]
-    rates = [solved / count for solved, count in counts]
+    rates = [_share(map(prober.is_success, group.rewards)) for group in graded]
     cut = _share(rollout.truncated for rollout in rollouts)
     relative = any(map(prober.compares, groups[:1]))
     alone = [] if relative else graded
@@ -202,7 +201,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         floor=prober.task.reward_range[0] if prober.task.reward_range else min([0.0, *rewards]),
         full=prober.task.success_reward,
         pass_histogram=tuple(np.bincount([round(10 * rate) for rate in rates], minlength=HISTOGRAM_BINS).tolist()),
-        informative=_informative(graded, counts, prober.config),
+        informative=_informative(prober, graded),
         group_size=prober.config.group_size,
         truncated=cut,
         enough_tokens=enough_tokens,
@@ -226,11 +225,12 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     )
 
 
-def _informative(graded: Sequence[Group], counts: Sequence[tuple[int, int]], config: RLConfig) -> dict[int, float]:
-    """By group size. Rewards with more than two values are unequal more often than successes (unbiased up to n)."""
-    if not counts:
+def _informative(prober: _Prober, graded: Sequence[Group]) -> dict[int, float]:
+    """By group size. Rewards with more than two values are unequal more often than two kinds (unbiased up to n)."""
+    if not graded:
         return dict.fromkeys(GROUP_SIZES, 0.0)
-    planned = plan(counts, mean_tokens=1.0, batch_size=config.batch_size).options
+    counts = _two_kinds(prober, graded)
+    planned = plan(counts, mean_tokens=1.0, batch_size=prober.config.batch_size).options
     shares = {option.group_size: option.informative for option in planned}
     if len({reward for group in graded for reward in group.rewards}) > 2:
         best = 0.0
@@ -239,6 +239,15 @@ def _informative(graded: Sequence[Group], counts: Sequence[tuple[int, int]], con
             best = max(best, float(np.mean(seen)) if seen else 0.0)
             shares[size] = max(shares[size], best)
     return shares
+
+
+def _two_kinds(prober: _Prober, graded: Sequence[Group]) -> list[tuple[int, int]]:
+    """(higher rewards, rewards) of each group: successes, or rewards above the middle if all or none are successes."""
+    rewards = [reward for group in graded for reward in group.rewards]
+    if len(set(map(prober.is_success, rewards))) == 2:
+        return [(sum(map(prober.is_success, group.rewards)), len(group.rewards)) for group in graded]
+    middle = (min(rewards) + max(rewards)) / 2
+    return [(sum(reward > middle for reward in group.rewards), len(group.rewards)) for group in graded]
 
 
 def _unequal(rewards: Sequence[float], size: int) -> float:
@@ -373,6 +382,8 @@ def _notes(task: Task, dataset: Sequence[Any], seen: TaskEvidence) -> tuple[str,
     chosen = seen.informative.get(seen.group_size)
     better = seen.better_size
     notes = {
+        f"no reward reached success_reward, {seen.full:g}; the highest was {seen.highest:g}. If that is the reward of "
+        f"a solved item, set success_reward to {seen.highest:g} in the task": seen.never_full,
         "there is no held-out set, so nothing can be measured": not task.build_heldout(),
         f"only {len(dataset)} training items": len(dataset) < seen.group_size * 4,
         f"group_size {seen.group_size} is expected to give a signal in only {chosen or 0:.0%} of the groups"

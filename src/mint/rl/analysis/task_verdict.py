@@ -93,6 +93,11 @@ class TaskEvidence:
         return not self.relative and self.success[0] < SCRAPS_SUCCESS and self._share(self.mean[0]) < SCRAPS_REWARD
 
     @property
+    def never_full(self) -> bool:
+        """Whether completions earned something, and none as much as a success."""
+        return not self.relative and self.success[0] == 0 and self.highest > self.floor
+
+    @property
     def fixed_share(self) -> float:
         """The reward of the best fixed reply, as a share of the range."""
         return self._share(self.fixed_reward[0])
@@ -194,10 +199,12 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
     if best < LEAST_INFORMATIVE or seen.only_scraps:
         return _no_signal(seen, best_size, best)
     smallest = next(size for size, share in seen.informative.items() if share >= min(0.5, best))
+    earned = f"the model succeeds in {success:.0%} of the cases"
+    if seen.never_full:
+        earned = f"no completion succeeded, the mean reward is {seen.mean[0]:.2f}"
     return (
         "go",
-        f"the model succeeds in {success:.0%} of the cases; groups of {smallest} carry a signal in "
-        f"{seen.informative[smallest]:.0%} of the cases",
+        f"{earned}; groups of {smallest} carry a signal in {seen.informative[smallest]:.0%} of the cases",
         f"Train with group_size={smallest} or more",
     )
 
