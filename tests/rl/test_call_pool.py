@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from mint.rl.calls.call_pool import CallPool
 
 
@@ -46,6 +48,26 @@ def test_hanging_functions_time_out_and_the_pool_keeps_its_threads() -> None:
         assert good.value == 1.0
     release.set()
     calls.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [(asyncio.CancelledError(), "CancelledError"), (TimeoutError("of my client"), "TimeoutError: of my client")],
+)
+def test_an_error_that_an_async_function_raises_itself_is_no_time_out_of_the_pool(
+    error: BaseException, failure: str
+) -> None:
+    now = 0.0
+    calls = CallPool(timeout_s=30, clock=lambda: now)
+
+    async def fails() -> float:
+        nonlocal now
+        now += 0.25
+        raise error
+
+    (answer,) = calls.run([fails])
+    calls.close()
+    assert (answer.failure, answer.timed_out, answer.seconds) == (failure, False, 0.25)
 
 
 def test_several_threads_share_a_pool() -> None:

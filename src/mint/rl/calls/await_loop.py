@@ -71,15 +71,15 @@ class AwaitLoop:
             loop.create_task(self._run(call))
 
     async def _run(self, call: UserCall) -> None:
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with limit:
                 RUNNING.set(RunningCall(call, limit, self._clock))
                 value = await (call.function(*call.arguments) if call.awaitable is None else call.awaitable)
             result = CallResult(value, seconds=self._seconds(call))
-        except (TimeoutError, asyncio.CancelledError):  # ours, or of the user's own client
-            result = timed_out(self._timeout_s)
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's code: its errors are this call's result
-            result = CallResult(error=error, seconds=self._seconds(call))
+            ours = isinstance(error, TimeoutError) and limit.expired()
+            result = timed_out(self._timeout_s) if ours else CallResult(error=error, seconds=self._seconds(call))
         call.resolve(result)
         with self._lock:
             self._running.discard(call)

@@ -27,7 +27,10 @@ class CallResult:
         """The failure in words, None for a success."""
         if self.error is None:
             return None
-        return str(self.error) if self.timed_out else f"{type(self.error).__name__}: {self.error}"
+        said = str(self.error)
+        if self.timed_out:
+            return said
+        return f"{type(self.error).__name__}: {said}" if said else type(self.error).__name__
 
 
 def timed_out(timeout_s: float) -> CallResult:
