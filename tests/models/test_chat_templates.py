@@ -152,8 +152,9 @@ def test_the_end_of_a_turn_ends_sampling_and_later_turns_keep_the_sampled_ids(ch
     said = [*tokenizer.encode("It is 7.", add_special_tokens=False), tokenizer.eos_token_id]
     assert rollout.reply(said) == "It is 7."
     following = [{"role": "user", "content": "Thanks."}]
-    further, kept = rollout.extend(TOLD, following, prompt_P=prompt, tokens_T=said)
-    assert kept and further[: len(prompt) + len(said)] == [*prompt, *said]
+    extension = rollout.extend(TOLD, following, prompt_P=prompt, tokens_T=said)
+    further = extension.prompt
+    assert extension.kept and further[: len(prompt) + len(said)] == [*prompt, *said]
     conversation = [*TOLD, {"role": "assistant", "content": "It is 7."}, *following]
     assert further == rollout.prompt(conversation)
 

@@ -147,6 +147,7 @@ STATUS = {
     **dict.fromkeys((f"{prefix}/unload_lora_adapter" for prefix in PREFIXES), 404),
     f"{API}/checkpoints/upload": 400,  # an empty body
     "/metrics": 403,  # for operators: ann and bob are two owners, and none is named
+    f"{API}/cluster": 403,  # the same
     f"{API}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/archive": 302,
 }
 """What the owner gets, where it is not 200."""

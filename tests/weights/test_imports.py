@@ -117,7 +117,7 @@ def test_the_adapter_names_its_base_model_where_it_can(tmp_path: Path) -> None:
     assert take(tmp_path / "adapter").model_id
     config["base_model_name_or_path"] = "somebody/elses"
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidRequestError, match="--base-model"):
+    with pytest.raises(InvalidRequestError, match="--model"):
         take(tmp_path / "adapter")
 
 
