@@ -16,7 +16,7 @@ from mint.recipes.supervised import Demonstration
 from mint.rl import LiveProgress, run_grpo
 from mint.rl.run_config import RunConfig
 from mint.rl.tracking.progress import step_line
-from mint.runs.terminal_text import head, one_line, paragraph, sparkline, tail
+from mint.runs.terminal_text import head, one_line, paragraph, sample_lines, sparkline, tail
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
 
@@ -99,6 +99,21 @@ def test_text_is_shown_sign_by_sign() -> None:
     assert paragraph("a\n\tb") == "a\n    b"
     assert (head("abcdef", 3), head("abc", 3), tail("abcdef", 3), tail("abc", 3)) == ("abc…", "abc", "…def", "abc")
     assert len(head("x" * 10_000_000, 100)) == 101
+
+
+def test_the_samples_of_a_step_do_not_depend_on_their_rewards() -> None:
+    (row,) = samples("a", 1)["rows"]
+    places = [str(place) for place in range(8)]
+
+    def drawn(sign: int, count: int, at_step: int) -> list[str]:
+        rows = [{**row, "text": place, "reward": sign * float(place)} for place in places]
+        return [line.partition(" → ")[2][0] for line in sample_lines(rows, count, at_step)]
+
+    shown = [drawn(1, 1, at_step) for at_step in range(200)]
+    assert shown == [drawn(-1, 1, at_step) for at_step in range(200)]
+    assert {place for (place,) in shown} == set(places)
+    assert len(set(drawn(1, 3, 1))) == 3 and sorted(drawn(1, 99, 1)) == places
+    assert sample_lines([{**row, "reward": None}], 1, 1) == []
 
 
 def test_a_sparkline_runs_from_the_least_to_the_greatest_value_in_at_most_its_width() -> None:

@@ -91,7 +91,8 @@ class RLConfig(RunConfig):
     """A function of a group: whether it is trained on. With `dynamic_sampling`, the others are replaced, too."""
     kl_reference: str | None = None
     """The reference of the KL penalty. None: the policy at the start of the run, which is `init_from` or else the base
-    model. `"base"`: the base model. A checkpoint (`mint://…`): its weights."""
+    model. `"base"`: the base model. A checkpoint (`mint://…`): its weights. The command line also takes a
+    run: its name or the beginning of it, its number, or latest."""
     kl_penalty_coef_end: float | None = Field(None, ge=0, allow_inf_nan=False)
     """`kl_penalty_coef` changes linearly to this; None keeps it."""
     kl_reference_every: int = Field(0, ge=0)
@@ -198,7 +199,8 @@ class RLConfig(RunConfig):
     """Functions of the groups of a step; the numbers that they return are in `metrics.jsonl` as `custom/NAME`. One that
     is not finite is left out of the step, with a warning."""
     print_samples: int = Field(1, ge=0)
-    """Rollouts to print per step, where progress is printed as lines; the screen of a terminal shows one anyway."""
+    """Rollouts to print per step, drawn at random, where progress is printed as lines; the screen of a terminal shows
+    one anyway."""
 
     @field_serializer("loss_fn", "advantage", "baseline", "loss_weighting", "group_filter", when_used="json")
     def _function_by_name(self, value: Any) -> Any:

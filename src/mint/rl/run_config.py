@@ -59,7 +59,8 @@ class RunConfig(BaseModel):
     train_unembed: bool = True
     """Whether the unembedding has a LoRA."""
     init_from: str | None = None
-    """A checkpoint (`mint://…`) to start from, for example that of an SFT run."""
+    """A checkpoint (`mint://…`) to start from, for example that of an SFT run. The command line also takes a run: its
+    name or the beginning of it, its number, or latest."""
     init_optimizer: bool = False
     """Whether to restore the optimizer state from `init_from`, too."""
 

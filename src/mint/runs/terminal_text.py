@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,13 +63,14 @@ def interval_text(row: Mapping[str, Any]) -> str:
     return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
 
 
-def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
-    """`count` rollouts of a step for the terminal: the best and the worst in turn, with reward by part."""
-    graded = sorted((row for row in rows if row.get("reward") is not None), key=lambda row: row["reward"])
-    chosen: list[Mapping[str, Any]] = []
-    while graded and len(chosen) < count:
-        chosen.append(graded.pop(-1 if len(chosen) % 2 == 0 else 0))
-    return [_sample_line(row) for row in chosen]
+def sample_lines(rows: Sequence[Mapping[str, Any]], count: int, step: int) -> list[str]:
+    """At most `count` graded rollouts of a step for the terminal, with reward by part.
+
+    They are drawn at random, whatever their rewards; the step is the seed, so that a repeated run shows the same ones.
+    """
+    graded = [row for row in rows if row.get("reward") is not None]
+    drawn = random.Random(step).sample(graded, min(count, len(graded)))
+    return [_sample_line(row) for row in drawn]
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:

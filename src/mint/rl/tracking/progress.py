@@ -95,7 +95,7 @@ class LiveProgress:
 
     def _samples(self, fields: Mapping[str, Any]) -> None:
         """On the screen, one completion of every step; on lines, `count` of them."""
-        shown = sample_lines(fields["rows"], max(1, fields["count"]))
+        shown = sample_lines(fields["rows"], max(1, fields["count"]), fields["step"])
         self._sample = shown[0] if shown else ""
         if self._live is None or fields["count"] > 1:
             for line in shown[: fields["count"]]:
