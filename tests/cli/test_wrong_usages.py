@@ -88,6 +88,14 @@ USAGES = [
     ("train rl task=file:empty.jsonl", "path = empty.jsonl", "prompt"),
     ("train rl task=math run_dir=/proc/x", "run_dir = /proc/x", "Name a folder that you may write"),
     ("train rl task=math --resume", "RLConfig.run_dir", "--run-dir"),
+    ("train rl --steps 3", "--steps", "Write steps=3"),
+    ("train rl --task math", "--task", "Write task=math"),
+    ("train rl task=math --learning-rate=1e-3", "--learning-rate", "Write learning_rate=1e-3"),
+    ("train sft --steps 3", "--steps", "No such option"),
+    ("train rl task=math --stop --json", "--stop", "Write stop=VALUE"),
+    ("train grpo task=math", "grpo", "rl is GRPO. Write mint train rl"),
+    ("demo math steps=3", "steps=3", "Write --steps 3"),
+    ("demo math lr=1", "lr=1", "mint train rl takes settings"),
     ("train rl task=math --run-di x", "--run-di", "--run-dir"),
     ("train rl task=math problems=many base_model=mint/tiny", "task math: problems = many", "It takes Iterable"),
     ("train rl task=math train_size=few base_model=mint/tiny", "task math: train_size = few", "It takes int"),
@@ -175,6 +183,18 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     assert value in said, said
     assert remedy in said, said
     assert not list(tmp_path.glob("home/runs/*")), "a refused command leaves no run"
+
+
+def test_a_misspelt_bundled_model_has_one_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path))
+    monkeypatch.delenv("MINT_BASE_URL", raising=False)
+    answer = CliRunner().invoke(app, ["train", "rl", "task=math", "base_model=mint/tny"])
+    assert answer.exit_code == 1 and answer.stderr.rstrip().endswith("Did you mean mint/tiny?"), answer.stderr
+
+
+def test_help_lists_the_second_spelling_of_a_setting() -> None:
+    answer = CliRunner().invoke(app, ["train", "rl", "--help"])
+    assert "  learning_rate or lr (" in answer.stdout and "  base_model or model (" in answer.stdout
 
 
 def test_a_setting_that_is_not_similar_is_not_suggested() -> None:

@@ -45,7 +45,7 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
     """
     from mint.config import read_settings
     from mint.models.hub import is_hub_name
-    from mint.models.registry import resolve
+    from mint.models.registry import is_bundled_name, resolve
 
     settings = read_settings()
     if settings.base_url is not None:
@@ -53,7 +53,7 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
     try:
         resolve(name, settings.model_aliases)
     except UnknownBaseModelError as error:
-        if not is_hub_name(name):
+        if not is_hub_name(name) or is_bundled_name(name):
             raise
         if not yes and not sys.stdin.isatty():
             error.remedy = (

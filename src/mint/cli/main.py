@@ -65,7 +65,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",
 )
-app.command()(train.demo)
+app.command(cls=train.DemoCommand)(train.demo)
 app.command(cls=train.TrainCommand)(train.train)
 app.command()(serve.serve)
 app.command()(status)

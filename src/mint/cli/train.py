@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,8 +15,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from mint.cli.recipes.assignments import Assignments, parse_assignments
+from mint.cli.recipes.assignments import SHORT_NAMES, Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
+from mint.cli.recipes.setting_completion import DATA_WORDS
 from mint.cli.run_names import complete_run, find_resumed
 from mint.cli.terminal import Json, fail, say
 from mint.errors import MintError, RequestFailedError
@@ -55,12 +57,44 @@ Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --ru
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="download a base model that is not here, unasked")]
 
 
-class TrainCommand(TyperCommand):
-    """`mint train`, whose `--help` lists the settings of the recipe that stands before it."""
+class DemoCommand(TyperCommand):
+    """`mint demo`, which takes options and no settings: it says how to write a setting as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["recipe"] = next((one for one in args if one in list(Recipe)), None)
+        for before, word in pairwise(["", *args]):
+            name, is_setting, value = word.partition("=")
+            if ctx.resilient_parsing or not is_setting or word.startswith("-") or before.startswith("-"):
+                continue
+            option = f"--{name.replace('_', '-')}"
+            remedy = f"Write {option} {value}" if option in _options(self) else "mint train rl takes settings"
+            raise typer.BadParameter(f"{word}: mint demo takes no settings. {remedy}")
         return super().parse_args(ctx, args)
+
+
+class TrainCommand(TyperCommand):
+    """`mint train`, whose `--help` lists the settings of the recipe that stands before it.
+
+    It says how to write an option as a setting, and which recipe is GRPO.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        recipe = ctx.meta["recipe"] = next((one for one in args if one in list(Recipe)), None)
+        if not ctx.resilient_parsing:
+            if recipe is None and "grpo" in map(str.lower, args):
+                raise typer.BadParameter("grpo: is not a recipe. rl is GRPO. Write mint train rl")
+            self._refuse_settings_as_options(recipe or Recipe.RL, args)
+        return super().parse_args(ctx, args)
+
+    def _refuse_settings_as_options(self, recipe: str, args: Sequence[str]) -> None:
+        known = _options(self)
+        for word, after in pairwise([*args, ""]):
+            option, is_joined, value = word.partition("=")
+            if not option.startswith("--") or option in known:
+                continue
+            name = option.removeprefix("--").replace("-", "_")
+            if name in _setting_names(recipe):
+                value = value if is_joined else "VALUE" if after.startswith("-") or not after else after
+                raise typer.BadParameter(f"No such option: {option}. Write {shlex.quote(f'{name}={value}')}")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -70,7 +104,21 @@ class TrainCommand(TyperCommand):
 
             typer.echo("Settings of a run, each as name=value. A task may have other defaults.\n")
             for setting in read_settings_of(recipe):
-                typer.echo(f"  {setting.name} ({setting.kind}, default {setting.default}) {setting.meaning}".rstrip())
+                names = " or ".join(
+                    [setting.name, *(short for short, name in SHORT_NAMES.items() if name == setting.name)]
+                )
+                typer.echo(f"  {names} ({setting.kind}, default {setting.default}) {setting.meaning}".rstrip())
+
+
+def _options(command: TyperCommand) -> set[str]:
+    return {"--help", *(option for parameter in command.params for option in parameter.opts)}
+
+
+def _setting_names(recipe: str) -> set[str]:
+    """What can be written as `name=value` for a recipe, but options of a task."""
+    from mint.cli.recipes.recipe_settings import read_settings_of  # deferred: `mint --help` answers at once
+
+    return {*DATA_WORDS[recipe], *SHORT_NAMES, *(setting.name for setting in read_settings_of(recipe))}
 
 
 def demo(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             f"is not a known base model; available are {', '.join(known)}",
             field="base_model",
             value=name,
-            remedy=f"Did you mean {similar[0]}? {_how_to_add(name)}" if similar else _how_to_add(name),
+            remedy=_remedy(name, similar),
         )
     missing = missing_files(folder)
     if missing:
@@ -91,6 +91,19 @@ def _not_there(name: str, target: str) -> UnknownBaseModelError:
     return UnknownBaseModelError(
         what, field="base_model", value=name, remedy="Give the path of a Hugging Face folder or of a .gguf file"
     )
+
+
+def _remedy(name: str, similar: Sequence[str]) -> str:
+    """What to do about an unknown name. `mint/…` can only be a bundled model; another one may be on the hub."""
+    guess = f"Did you mean {similar[0]}?" if similar else ""
+    if is_bundled_name(name):
+        return guess or f"The bundled models are {', '.join(BUNDLED)}"
+    return f"{guess} {_how_to_add(name)}".lstrip()
+
+
+def is_bundled_name(name: str) -> bool:
+    """Whether a name can only mean a base model in the package."""
+    return name.startswith("mint/")
 
 
 def _how_to_add(name: str) -> str:

@@ -17,6 +17,7 @@ Assignments = Annotated[
 ]
 
 SHORT_NAMES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
+"""Second spellings of settings, which `mint train RECIPE --help` lists."""
 
 
 def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
