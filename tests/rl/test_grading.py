@@ -111,10 +111,28 @@ def test_a_number_of_numpy_or_torch_is_a_reward(value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("reward_range", (1, 0)), ("reward_range", (math.nan, 1)), ("reward_range", (0, 0)), ("reward_range", (0,)),
-     ("reward_range", "01"), ("success_reward", math.nan)],
+     ("reward_range", "01"), ("success_reward", math.nan), ("success_reward", 1.5), ("success_reward", -0.5)],
 )  # fmt: skip
 def test_rewards_that_no_rollout_can_have_are_refused_when_a_run_begins(name: str, value: Any) -> None:
     task = Graded()
     setattr(task, name, value)
     with pytest.raises(InvalidRequestError, match=rf"Graded\.{name} = "):
         as_task(task)
+
+
+def test_a_range_that_cannot_reach_success_reward_is_refused_with_the_bounds() -> None:
+    task = Graded()
+    task.reward_range = (0.0, 0.5)
+    with pytest.raises(InvalidRequestError, match=r"Graded\.success_reward = 1\.0.* outside reward_range, 0 to 0\.5"):
+        as_task(task)
+    task.success_reward = 0.5
+    assert as_task(task).is_success(0.5)
+
+
+def test_an_adapter_without_the_base_class_keeps_its_success_reward() -> None:
+    class Plain:
+        reward_range = (0.0, 10.0)
+        success_reward = 10.0
+        build_dataset = make_prompt = compute_reward = Graded.build_dataset
+
+    assert not as_task(Plain()).is_success(1.0)

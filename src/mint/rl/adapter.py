@@ -157,6 +157,7 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
 
 def _check_reward_range(adapter: Any) -> None:
     declared, success = getattr(adapter, "reward_range", None), getattr(adapter, "success_reward", 1.0)
+    low, high = -math.inf, math.inf
     name = type(adapter).__name__
     if declared is not None:
         try:
@@ -177,6 +178,13 @@ def _check_reward_range(adapter: Any) -> None:
             value=success,
             remedy="Set it to the reward from which an item counts as solved",
         )
+    if not low - SUCCESS_TOLERANCE <= success <= high + SUCCESS_TOLERANCE:
+        raise InvalidRequestError(
+            f"is outside reward_range, {low:g} to {high:g}, so that every rollout or none would be a success",
+            field=f"{name}.success_reward",
+            value=success,
+            remedy="Set it to the reward from which an item counts as solved, within reward_range",
+        )
 
 
 def missing_methods(adapter: Any) -> list[str]:
@@ -194,6 +202,7 @@ class _WrappedAdapter(RLAdapter):
         self.inner = inner
         self.heldout_name = getattr(inner, "heldout_name", RLAdapter.heldout_name)
         self.reward_range = getattr(inner, "reward_range", None)
+        self.success_reward = getattr(inner, "success_reward", RLAdapter.success_reward)
         self.spec = getattr(inner, "spec", None)
 
     def build_dataset(self) -> Sequence[Any]:
