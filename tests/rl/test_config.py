@@ -73,6 +73,8 @@ def test_more_optimizer_steps_than_groups_are_refused() -> None:
         ({"curriculum_low": 0.1}, "curriculum"),
         ({"grader_backoff_s": 0.1}, "grader_retries"),
         ({"loss_fn_config": {"tis_cap": 2.0}, "correction": "token_mask"}, "correction"),
+        ({"dynamic_sampling": True, "max_refill": 0.0}, "max_refill = 0"),
+        ({"dynamic_sampling": True, "max_refill": 0.1, "batch_size": 8}, "max_refill = 0.1"),
     ],
 )
 def test_a_setting_without_effect_is_named_with_what_it_needs(fields: dict[str, Any], needed: str) -> None:
@@ -90,6 +92,7 @@ def test_a_setting_without_effect_is_named_with_what_it_needs(fields: dict[str, 
         {"eval_every": 5, "heldout_samples": 4},
         {"correction": "token_mask", "loss_fn_config": {"tis_cap": 2.0}, "optim_steps_per_batch": 2},
         {"correction": "token_mask", "correction_low": 0.1},
+        {"dynamic_sampling": True, "max_refill": 0.125, "batch_size": 8},
     ],
 )
 def test_a_setting_with_an_effect_is_not_named(fields: dict[str, Any]) -> None:
@@ -108,6 +111,7 @@ def test_a_setting_with_an_effect_is_not_named(fields: dict[str, Any]) -> None:
         ({"betas": ("0.9", 0.99)}, r"RLConfig\.betas\[0\] = 0\.9: .*whose values are a number"),
         ({"temperature_end": 0}, r"RLConfig\.temperature_end = 0: .*Give a number, above 0, or None"),
         ({"lr_schedule": "step"}, r"RLConfig\.lr_schedule = step: .*'cosine'\. Choose one of these"),
+        ({"stop": ["\n", ""]}, r"RLConfig\.stop = .*: has an empty text.*Leave it out"),
         ({"groups_per_batch": 0}, r"RLConfig\.groups_per_batch = 0: .*Give an integer, at least 1"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 
 from mint.errors import InvalidRequestError, NotFoundError, RequestFailedError, UnknownBaseModelError
 from mint.recipes.math import DEMO, MathAdapter
-from mint.rl import Reward, RLAdapter, RLConfig, RunResult, run_grpo
+from mint.rl import MessageEnv, MessageEnvAdapter, MessageStepResult, Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
 
 pytestmark = pytest.mark.learns
@@ -364,6 +364,30 @@ def test_a_warm_up_longer_than_the_run_is_named() -> None:
     (finding,) = [finding for finding in result.findings if finding.code == "unused_settings"]
     assert "is never reached, because lr_warmup_steps = 5 and the run has 1 steps" in finding.evidence
     assert not [one for one in run_grpo(ManyDigits(), small(steps=1)).findings if one.code == "unused_settings"]
+
+
+class OneReply(MessageEnv):
+    def initial_observation(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "2 + 2"}]
+
+    def step(self, message: dict[str, Any]) -> MessageStepResult:
+        return MessageStepResult(float("4" in message["content"]))
+
+
+class Replies(MessageEnvAdapter):
+    def build_dataset(self) -> list[str]:
+        return ["2 + 2"]
+
+    def make_env(self, item: str) -> MessageEnv:
+        return OneReply()
+
+
+def test_turns_that_are_longer_than_their_episode_may_be_are_named() -> None:
+    result = run_grpo(Replies(), small(steps=1, max_tokens=6, max_episode_tokens=2))
+    (finding,) = [finding for finding in result.findings if finding.code == "unused_settings"]
+    assert "max_tokens = 6 is never reached, because max_episode_tokens = 2" in finding.evidence
+    equal = run_grpo(Replies(), small(steps=1, max_tokens=6, max_episode_tokens=6))
+    assert "unused_settings" not in {finding.code for finding in equal.findings}
 
 
 def test_settings_without_effect_are_one_finding_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:

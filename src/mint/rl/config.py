@@ -264,6 +264,15 @@ class RLConfig(RunConfig):
     def _one_is_several(cls, given: Any) -> Any:
         return (given,) if callable(given) else given
 
+    @field_validator("stop")
+    @classmethod
+    def _stops_have_text(cls, given: list[str] | None) -> list[str] | None:
+        if given is not None and "" in given:
+            raise InvalidRequestError(
+                "has an empty text, which is in every completion", value=given, remedy="Leave it out, or give its text"
+            )
+        return given
+
     @field_validator("kl_reference")
     @classmethod
     def _reference_is_named(cls, given: str | None) -> str | None:
@@ -381,6 +390,11 @@ class RLConfig(RunConfig):
             (self.grader_retries > 0, "grader_retries above 0", ("grader_backoff_s",)),
         )
         found = [each for met, needed, names in needs if not met for each in self.without_effect(needed, *names)]
+        if self.dynamic_sampling and int(self.max_refill * self.batch_size) == 0:
+            found.append(
+                f"dynamic_sampling = True has no effect with max_refill = {self.max_refill:g} and batch_size = "
+                f"{self.batch_size}, which allow no extra group"
+            )
         cap = (self.loss_fn_config or {}).get("tis_cap")
         if cap is not None and cap >= 1 and self.correction and self.optim_steps_per_batch * self.epochs_per_batch == 1:
             found.append(

@@ -354,7 +354,13 @@ class _RLRun:
 
 def _unused_on(task: RLAdapter | MessageEnvAdapter, config: RLConfig) -> list[str]:
     if isinstance(task, MessageEnvAdapter):
-        return config.without_effect("a reward function: environments are not asked again", "grader_retries")
+        found = config.without_effect("a reward function: environments are not asked again", "grader_retries")
+        if config.max_episode_tokens is not None and config.max_episode_tokens < config.max_tokens:
+            found.append(
+                f"max_tokens = {config.max_tokens} is never reached, because max_episode_tokens = "
+                f"{config.max_episode_tokens} ends the episode before"
+            )
+        return found
     limits = ("max_turns", "max_episode_tokens", "max_episode_s")
     return config.without_effect("episodes (a MessageEnvAdapter)", "credit", *limits)
 
