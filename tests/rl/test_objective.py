@@ -21,6 +21,8 @@ from mint.rl.objective import function_name
 from mint.rl.rollout import Turn
 from mint.rl.tracking.custom_metrics import custom_metrics
 from mint.rl.training.advantages import loss_weights, passes_filter, rollout_advantages
+from mint.rl.training.custom_loss import custom_loss
+from mint.types import Datum, ModelInput, TensorData
 
 SMALL = RLConfig(
     base_model="mint/tiny", steps=2, batch_size=3, group_size=4, max_tokens=6, temperature=1.0, learning_rate=2e-3,
@@ -259,6 +261,35 @@ def test_a_loss_function_takes_the_steps_of_the_servers_own_loss() -> None:
     for one, other in zip(server, own, strict=True):
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
         assert other["mismatch/max_abs_logprob_diff"] == 0
+
+
+def in_place(logprobs: Any, sampled: Any, advantages: Any, weights: Any) -> Any:
+    """The loss of `reinforce`."""
+    logprobs -= sampled
+    sampled.fill_(7.0)
+    return -logprobs.exp() * advantages * weights
+
+
+def test_a_loss_that_changes_its_tensors_has_the_same_gradient_and_metrics() -> None:
+    random = np.random.default_rng(5)
+    columns = {name: random.normal(size=6).astype(np.float32) for name in ("logprobs", "advantages", "weights")}
+    inputs = {name: TensorData.from_numpy(column) for name, column in columns.items()}
+    datum = Datum(
+        ModelInput.from_ints([1] * 6), {"target_tokens": TensorData.from_numpy(np.ones(6, np.int64)), **inputs}
+    )
+
+    def computed(function: Any) -> tuple[float, Mapping[str, float], list[float]]:
+        row = torch.tensor(columns["logprobs"] + 0.25, requires_grad=True)
+        loss, metrics = custom_loss(function)([datum], [row])
+        loss.backward()
+        assert row.grad is not None
+        return float(loss.detach()), metrics, row.grad.tolist()
+
+    loss, metrics, slope = computed(in_place)
+    expected = computed(reinforce)
+    assert (loss, slope) == (pytest.approx(expected[0]), pytest.approx(expected[2]))
+    assert metrics == expected[1]
+    assert metrics["abs_logprob_diff:mean"] == pytest.approx(0.25, rel=1e-6)
 
 
 def only_the_right(rollout: Rollout, advantage: float) -> float:

@@ -32,9 +32,10 @@ def custom_loss(function: LossFunction) -> CustomLoss:
             if not len(own):
                 continue
             sampled, advantages, weights = (column[trained] for column in columns.values())
+            # Before the call: the function may change its tensors in place.
+            log_ratios.append((own.detach() - sampled).numpy().astype(np.float64))
             value = called("RLConfig.loss_fn", function, own, sampled, advantages, weights)
             parts.append(_summed(function, value, len(own)))
-            log_ratios.append((own.detach() - sampled).numpy().astype(np.float64))
         # Without a trained token, a zero that depends on the logprobs: its gradient is 0.
         return sum(parts, 0 * rows[0].sum()), ratio_metrics(log_ratios)
 
