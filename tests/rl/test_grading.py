@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,9 @@ def test_numbers_and_rewards_with_parts_are_accepted() -> None:
     assert (parts.reward, parts.parts["too long"], parts.info["engine"]) == (0.75, -0.25, "x")
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, "1.0", None, 1.01, -0.01])
+@pytest.mark.parametrize(
+    "wrong", [math.nan, math.inf, "1.0", None, 1.01, -0.01, np.array([1.0, 1.0]), Decimal("sNaN"), Fraction(10**400)]
+)
 def test_what_is_no_reward_or_out_of_range_costs_its_completion_and_names_the_grader(wrong: Any) -> None:
     bad, good = grades({"a": wrong, "b": 1.0})
     assert bad.reward is None
@@ -62,7 +66,7 @@ def test_the_range_error_names_field_value_and_range() -> None:
         checked_reward(Graded(), 2.0)
 
 
-@pytest.mark.parametrize("cost", ["0.25", None, math.nan])
+@pytest.mark.parametrize("cost", ["0.25", None, math.nan, -0.5])
 def test_a_cost_that_is_no_number_is_refused_and_not_left_out_of_the_sum(cost: Any) -> None:
     bad, good = grades({"a": Reward(1.0, info={"cost": cost}), "b": Reward(1.0, info={"cost": 0.25})})
     assert bad.reward is None and "the cost" in (bad.error or "") and "Graded" in (bad.error or "")
@@ -102,10 +106,13 @@ def test_a_group_judge_that_fails_costs_its_group() -> None:
     assert [grade.error for grade in grades({"a": 1.0, "b": 0.0}, Fails())] == ["RuntimeError: the judge is away"] * 2
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(1), np.bool_(True), torch.tensor(0.5)])
-def test_a_number_of_numpy_or_torch_is_a_reward(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), np.int64(1), np.bool_(True), torch.tensor(0.5), np.array([1.0]), Fraction(1, 2), Decimal("0.3")],
+)
+def test_a_real_number_of_any_type_is_a_reward(value: Any) -> None:
     found = checked_reward(Graded(), value)
-    assert found.value == float(value) and type(found.value) is float
+    assert found.value == float(np.ravel(value)[0]) and type(found.value) is float
 
 
 @pytest.mark.parametrize(

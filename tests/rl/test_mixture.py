@@ -98,6 +98,8 @@ class Scaled(Digits):
         ({"a": Digits("1", 2)}, {"b": 1.0}, r"weights = .*'b'.*The tasks are a"),
         ({"a": Digits("1", 2)}, {"a": 0.0}, "not all 0"),
         ({"a": Digits("1", 2)}, {"a": -1.0}, "at least 0"),
+        ({"a": Digits("1", 2)}, {"a": "x"}, r"weights = .*'x'.*must be numbers of at least 0"),
+        ({"": Digits("1", 2)}, {}, r"mixture\.tasks = '': has a task without a name"),
     ],
 )
 def test_a_mixture_that_cannot_work_is_refused(tasks: dict[str, Task], weights: dict[str, float], refusal: str) -> None:

@@ -386,6 +386,27 @@ def test_a_filter_that_decides_nothing_is_refused_by_name() -> None:
         passes_filter(group(0.0, 1.0), config)
 
 
+@pytest.mark.parametrize("kept", [True, 1, np.True_, torch.tensor(True), np.array(1.0)])
+def test_a_filter_may_return_any_truth_value(kept: Any) -> None:
+    def keeps(group: Group) -> Any:
+        return kept
+
+    def drops(group: Group) -> Any:
+        return kept * 0
+
+    assert passes_filter(group(0.0, 1.0), SMALL.changed(group_filter=keeps))
+    assert not passes_filter(group(0.0, 1.0), SMALL.changed(group_filter=drops))
+
+
+@pytest.mark.parametrize("wrong", [2, 0.5, math.nan, "yes", [True]])
+def test_a_filter_that_returns_another_number_is_refused(wrong: Any) -> None:
+    def odd(group: Group) -> Any:
+        return wrong
+
+    with pytest.raises(InvalidRequestError, match=r"group_filter = odd: returned .*Return True"):
+        passes_filter(group(0.0, 1.0), SMALL.changed(group_filter=odd))
+
+
 def test_a_weighting_that_leaves_nothing_takes_no_step() -> None:
     result = run_grpo(ManyDigits(), SMALL.changed(loss_weighting=nothing))
     steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from mint.errors import MintError
@@ -48,12 +51,15 @@ def checked_reward(task: Task, returned: Any) -> Reward:
 
     Raises:
         RewardError: it is not a finite number, or outside `task.reward_range`, or its `info` has a cost that is no
-            number; names the grader.
+            number of at least 0; names the grader.
     """
     reward = returned if isinstance(returned, Reward) else None
     value: Any = returned if reward is None else reward.value
-    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+    if getattr(value, "shape", None) in ((), (1,)):  # a number of numpy or torch
         value = value.item()
+    if isinstance(value, Fraction | Decimal):
+        with suppress(ValueError, OverflowError):  # too large for a float: refused below
+            value = float(value)
     grader = task_name(task)
     if not _is_finite(value):
         raise RewardError(
@@ -71,9 +77,9 @@ def checked_reward(task: Task, returned: Any) -> Reward:
     if reward is None:
         return Reward(float(value))
     cost = reward.info.get("cost", 0.0)
-    if not _is_finite(cost):
+    if not _is_finite(cost) or cost < 0:
         raise RewardError(
-            f"the cost {cost!r} of {grader} is not a finite number",
+            f"the cost {cost!r} of {grader} is not a finite number of at least 0",
             field="Reward.info",
             value={"cost": cost},
             remedy="Give the cost of the call as a number, or leave it out",

@@ -133,6 +133,14 @@ def mixture(
 def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> InvalidRequestError | None:
     if not tasks:
         return InvalidRequestError("has no tasks", field="mixture.tasks", value={}, remedy="Name at least one task")
+    unnamed = [name for name in tasks if not str(name).strip()]
+    if unnamed:
+        return InvalidRequestError(
+            "has a task without a name",
+            field="mixture.tasks",
+            value=repr(unnamed[0]),
+            remedy="Give each task a text as its name: its metrics are logged under it",
+        )
     kinds = {isinstance(task, RLAdapter) for task in tasks.values()}
     if len(kinds) > 1 or not all(isinstance(task, RLAdapter | MessageEnvAdapter) for task in tasks.values()):
         return InvalidRequestError(
@@ -154,7 +162,7 @@ def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> Invalid
             value=batched[0],
             remedy="Let it have compute_reward or compute_group_rewards instead",
         )
-    bad = {name: weight for name, weight in weights.items() if name not in tasks or not 0 <= weight < math.inf}
+    bad = {name: weight for name, weight in weights.items() if name not in tasks or not _is_weight(weight)}
     if bad or not any(weights.get(name, 1.0) for name in tasks):
         return InvalidRequestError(
             "must be numbers of at least 0, by the names of the tasks, and not all 0",
@@ -163,6 +171,10 @@ def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> Invalid
             remedy=f"The tasks are {', '.join(tasks)}",
         )
     return None
+
+
+def _is_weight(given: Any) -> bool:
+    return isinstance(given, int | float | np.number) and 0 <= given < math.inf
 
 
 def _grades_batches(task: RLAdapter) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 from mint.rl.config import AdvantageName, RLConfig
-from mint.rl.objective import AdvantageFunction, called, finite_numbers, function_name
+from mint.rl.objective import AdvantageFunction, called, finite_numbers, function_name, real_numbers
 from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
@@ -158,20 +158,21 @@ def passes_filter(group: Group, config: RLConfig) -> bool:
     """Whether `RLConfig.group_filter` keeps a group; it sees the rollouts that count.
 
     Raises:
-        InvalidRequestError: the filter returned something else than True or False.
+        InvalidRequestError: the filter returned something else than True, False, 1 or 0.
     """
     if config.group_filter is None:
         return True
     shown = replace(group, rollouts=counted_rollouts(group, config))
     kept = called("RLConfig.group_filter", config.group_filter, shown)
-    if not isinstance(kept, bool | np.bool_):
+    decided = real_numbers(kept)
+    if decided is None or decided.shape or decided not in (0, 1):
         raise InvalidRequestError(
             f"returned {str(kept)[:80]}",
             field="RLConfig.group_filter",
             value=function_name(config.group_filter),
             remedy="Return True to train on the group, or False",
         )
-    return bool(kept)
+    return bool(decided)
 
 
 def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[RolloutAdvantage]:
