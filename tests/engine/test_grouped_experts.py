@@ -16,7 +16,7 @@ from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs, tile_step_pairs
 from mint.engine.cuda.lora_slots import TILE_ROWS, common_spec
 from mint.engine.cuda.plain_kernels import PlainKernels
-from mint.engine.lora import LoraRows
+from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.protocol import LoraSpec
@@ -74,6 +74,84 @@ def test_experts_together_give_what_the_loop_gives_with_any_loras(dtype: torch.d
         torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype] * float(expected.abs().max()))
         # what the loop reads afterwards are views of the same numbers
         assert torch.equal(loop(x, runs), expected)
+
+
+JOINT = {
+    "gpt_oss": {"num_local_experts": 20, "num_experts_per_tok": 4, "intermediate_size": 40},
+    "qwen3_5_moe_text": WIDTHS,
+}
+"""Families whose experts have gate and up in one layer; those of GPT-OSS have biases and a clamped SwiGLU."""
+
+
+def _loras(decoder: Decoder, generator: torch.Generator) -> list[LoraWeights]:
+    """Three, of which the second does not train the experts."""
+    specs = [LoraSpec(rank, 0, True, mlp, False) for rank, mlp in ((5, True), (2, False), (3, True))]
+    with torch.inference_mode(mode=False):
+        loras = [new_lora(decoder, spec) for spec in specs]
+        for lora in loras:
+            lora.flat.copy_(torch.randn(lora.flat.shape, generator=generator) * 0.1)
+    return loras
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", JOINT)
+def test_experts_with_gate_and_up_in_one_layer_give_what_the_loop_gives(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write_model(tmp_path, "tied", family=family, **JOINT[family])
+    decoder = open_decoder(tmp_path, dtype)
+    loop, generator = decoder.mixtures[0], torch.Generator().manual_seed(0)
+    norm = decoder.weights.layers[0].mlp_norm
+    assert norm is not None
+    norm.mul_(8)  # so that some gates and ups are clamped
+    first, second, third = _loras(decoder, generator)
+    for runs in (
+        [LoraRows(0, 1, None)],
+        [LoraRows(0, 33, first)],
+        [LoraRows(0, 7, first), LoraRows(7, 8, None), LoraRows(8, 40, second), LoraRows(40, 64, third)],
+    ):
+        x = torch.randn(runs[-1].stop, decoder.config.hidden_size, generator=generator)
+        expected = loop(x, runs)
+        found = _grouped(decoder, 0)(x, runs)
+        added = float((expected - x).abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype] * added)
+        assert torch.equal(loop(x, runs), expected)
+
+
+@torch.inference_mode()
+def test_decoding_gpt_oss_has_the_logits_of_the_loop(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="gpt_oss", **JOINT["gpt_oss"])
+    loop, decoder = open_decoder(tmp_path), open_decoder(tmp_path)
+    decoder.mixtures = {layer: _grouped(decoder, layer) for layer in decoder.mixtures}
+    loras = _loras(decoder, torch.Generator().manual_seed(0))
+    for chosen in ([None], [loras[0]], [loras[0], None, loras[1], loras[2]]):
+        runs = [LoraRows(3 * place, 3 * place + 3, lora) for place, lora in enumerate(chosen)]
+        count = runs[-1].stop
+        found, expected = (_decoded(own, count, runs) for own in (decoder, loop))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def _decoded(decoder: Decoder, count: int, runs: list[LoraRows]) -> Tensor:
+    """The logits of `count` sequences after three steps."""
+    cache = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    rows = np.arange(count)
+    step = EagerSteps(decoder, cache).open(rows[:, None], rows, np.zeros_like(rows), runs)
+    return torch.stack([step.run((rows * 7 + at) % 90, np.full_like(rows, at)) for at in range(3)])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("loras", [0, 1, 3])
+@pytest.mark.parametrize("family", JOINT)
+def test_they_read_nothing_back(family: str, loras: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family=family, **JOINT[family])
+    decoder = open_decoder(tmp_path, torch.bfloat16, device="meta")  # tensors without data cannot be read
+    own = [new_lora(decoder, LoraSpec(4, 0, True, True, False)) for _ in range(loras)] or [None]
+    runs = [LoraRows(8 * place, 8 * place + 8, lora) for place, lora in enumerate(own)]
+    x = torch.zeros(runs[-1].stop, decoder.config.hidden_size, device="meta")
+    assert _grouped(decoder, 0)(x, runs).is_meta
+    with pytest.raises(NotImplementedError):  # as the loop would
+        decoder.mixtures[0](x, runs)
 
 
 def test_with_a_gradient_it_is_the_loop(tmp_path: Path) -> None:

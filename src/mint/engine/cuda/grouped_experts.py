@@ -3,8 +3,12 @@
 `MixtureOfExperts` runs two products for each expert, and has to read back how many rows each of them has. Here pairs of
 a row and an expert are sorted by expert into a layout of fixed size, in which each expert begins a tile of rows. One
 grouped product of torch computes all experts, and the kernels of captured steps add a lora's part, with the expert as
-the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). With a gradient, with biases,
-and in families whose activation is no SwiGLU, it is the loop over experts.
+the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). With a gradient it is the loop
+over experts.
+
+Experts whose gate and up are one layer (GPT-OSS, Qwen3.5-MoE) have one lora part for both. Those of GPT-OSS also have
+biases and a clamped SwiGLU. The kernels' SwiGLU takes none of these. There the kernels add the bias and the lora to a
+product, and torch computes the activation.
 
 In a captured step, the pairs are sorted by expert and then by lora, so that one pass has all loras of the batch, and
 rows of padding go to no expert. Elsewhere, several loras are one pass each.
@@ -101,24 +105,28 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         super().__init__(operations, weights, norm, layer, config, loras)
         self._kernels = kernels
         self._count = mixture.count
+        self._is_joint = _is_joint(config)
         self._gate_up = torch.stack([own.gate_up.dense() for own in weights.experts])
         self._down = torch.stack([own.down.dense() for own in weights.experts])
+        self._gate_up_bias = _stack([own.gate_up_bias for own in weights.experts])
+        self._down_bias = _stack([own.down_bias for own in weights.experts])
         weights.experts[:] = [
-            MlpWeights(operations.matrix(gate_up), operations.matrix(down))
-            for gate_up, down in zip(self._gate_up, self._down, strict=True)
+            MlpWeights(operations.matrix(gate_up), operations.matrix(down), own.gate_up_bias, own.down_bias)
+            for gate_up, down, own in zip(self._gate_up, self._down, weights.experts, strict=True)
         ]
         operations.release_memory()
 
     @staticmethod
     def fits(config: DecoderConfig, weights: MixtureWeights) -> bool:
-        """Whether the experts are SwiGLUs without biases, of widths that a grouped product takes, and their loras have
-        one part for the gate and one for up."""
+        """Whether the experts are in the base's dtype, of widths that a grouped product takes, and either SwiGLUs
+        without biases whose loras have one part for the gate and one for up, or experts whose loras have one part for
+        both."""
         first = weights.experts[0]
         if not all(isinstance(own, DenseMatrix) for own in (first.gate_up, first.down)):
             return False
         is_plain = first.gate_up_bias is None and first.down_bias is None and config.family.activation == "silu"
-        is_joint = config.family.experts is not None and config.family.experts.stacked
-        return is_plain and not is_joint and first.down.inputs % 8 == 0 and first.down.outputs % 8 == 0
+        fits_kernels = is_plain or _is_joint(config)
+        return fits_kernels and first.down.inputs % 8 == 0 and first.down.outputs % 8 == 0
 
     @override
     def run_experts(
@@ -138,7 +146,8 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
     def run_step(self, x: Tensor, rows: StepContext, loras: LoraSlots | None) -> Tensor:
         """See `StepMixture`."""
         normed, _ = self._kernels.norm(x, self._norm, self._eps, torch.float32)
-        routing_weights, chosen = route(self._weights.router.product(normed), self._mixture)
+        scores = self._add_bias(self._weights.router.product(normed), self._weights.router_bias)
+        routing_weights, chosen = route(scores, self._mixture)
         slots, is_padding = rows.slots, rows.inputs[1] < 0
         if loras is None:
             slots = torch.full_like(slots, -1)
@@ -160,12 +169,19 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         wide = normed.new_zeros(len(pairs.experts), normed.shape[1])
         wide.index_copy_(0, places.reshape(-1), normed.repeat_interleave(places.shape[1], dim=0))
         product = F.grouped_mm(wide.to(dtype), self._gate_up.mT, offs=pairs.ends)
-        wide, narrow = self._kernels.swiglu(product, part("gate_up", wide))
+        wide, narrow = self._activate(product, pairs.experts, part("gate_up", wide))
         product = F.grouped_mm(narrow, self._down.mT, offs=pairs.ends)
-        nothing = torch.zeros(product.shape, device=product.device)
-        found = self._kernels.add(product, nothing, part("down", wide))
+        found = self._kernels.add(product, _of_places(self._down_bias, pairs.experts, product), part("down", wide))
         for choice in range(places.shape[1]):
             out.add_(found.index_select(0, places[:, choice]).mul_(routing_weights[:, choice : choice + 1]))
+
+    def _activate(self, product: Tensor, experts: Tensor, lora: LoraPart | None) -> tuple[Tensor, Tensor]:
+        """The inner values [M, I] of a product [M, 2·I], in float32 and in its dtype."""
+        if not self._is_joint:
+            return self._kernels.swiglu(product, lora)
+        gate_up = self._kernels.add(product, _of_places(self._gate_up_bias, experts, product), lora)
+        inner = self._operations.swiglu(gate_up)
+        return inner, inner.to(product.dtype)
 
     def _sites(self, product: str) -> list[str]:
         """The sites of the first two experts, or of the only one."""
@@ -193,3 +209,22 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         stacked = loras.of_experts(name, self._count)
         numbers = torch.where(pairs.slots < 0, -1, pairs.slots * loras.experts_apart + pairs.experts)
         return LoraPart(self._kernels.shrink(x, stacked.a, numbers), stacked.bs, stacked.scales, numbers)
+
+
+def _is_joint(config: DecoderConfig) -> bool:
+    """Whether an expert's gate and up are one layer, which has one lora part."""
+    return config.family.experts is not None and config.family.experts.stacked
+
+
+def _stack(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """All experts' biases [N, O], if they have some."""
+    present = [bias for bias in biases if bias is not None]
+    return torch.stack(present) if present else None
+
+
+def _of_places(bias: Tensor | None, experts: Tensor, product: Tensor) -> Tensor:
+    """The bias [N, O] of each place's expert, float32 [M, O] as the `product`; zeros without one. Places without an
+    expert have any."""
+    if bias is None:
+        return torch.zeros(product.shape, device=product.device)
+    return bias.index_select(0, experts.clamp(min=0))
