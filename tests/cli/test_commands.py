@@ -17,6 +17,7 @@ from mint.cli.main import app
 from mint.cli.recipes.recipe_settings import read_settings_of
 from mint.cli.train import Recipe
 from mint.compose.installation import EXTRAS
+from mint.extras import install_command
 from mint.recipes.recipe_configs import CONFIGS
 from mint.version import VERSION
 
@@ -222,7 +223,7 @@ def test_a_package_that_is_not_installed_is_one_sentence_with_what_to_install(wo
     )
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     (line,) = ended.stderr.splitlines()
-    assert "MissingExtraError" in line and "pip install 'mint[local]'" in line
+    assert "MissingExtraError" in line and install_command("local") in line
 
 
 def test_the_run_folders_are_listed_without_the_service(trained: dict[str, Any], home: Path) -> None:

@@ -144,4 +144,4 @@ def test_a_bare_installation_names_each_extra_once(words: str, tmp_path: Path) -
     name = words.split()[0]
     assert ended.returncode == 1
     assert f"mint {name} needs the package numpy, which is not installed" in ended.stderr
-    assert ended.stderr.count("mint[local]") == 1 and ended.stderr.count("mint[rl]") == (name in ("doctor", "diagnose"))
+    assert ended.stderr.count("[local]'") == 1 and ended.stderr.count("[rl]'") == (name in ("doctor", "diagnose"))

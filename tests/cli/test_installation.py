@@ -15,6 +15,7 @@ from mint.cli.main import app
 from mint.compose.installation import EXTRAS, Check, check_installation
 from mint.config import read_settings
 from mint.engine.cpu.build import TESTED_HERE
+from mint.extras import install_command
 from mint.version import VERSION
 
 DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -53,7 +54,7 @@ def test_a_bare_install_is_whole_and_a_half_install_is_a_problem(monkeypatch: py
         monkeypatch.setitem(sys.modules, module, None)
     bare = checks()
     assert bare["mint[local]"].state == "missing" and "torch" not in bare
-    assert bare["mint[local]"].remedy is not None and "pip install 'mint[local]'" in bare["mint[local]"].remedy
+    assert bare["mint[local]"].remedy is not None and install_command("local") in bare["mint[local]"].remedy
 
 
 @pytest.mark.skipif(not TESTED_HERE, reason="mint's kernels are not used by default on this system")

@@ -76,10 +76,10 @@ def test_a_client_without_numpy_gets_what_a_client_with_numpy_gets(tmp_path: Pat
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import mint.rl", r"mint.rl needs numpy. pip install 'mint\[rl\]'"),
+        ("import mint.rl", r"mint.rl needs numpy. pip install .*\[rl\]'"),
         (
             "import mint; mint.ServiceClient().session_id",
-            r"needs the package numpy.* pip install 'mint\[local\]' to compute on this machine, or set MINT_BASE_URL",
+            r"needs the package numpy.* pip install .*\[local\]' to compute on this machine, or set MINT_BASE_URL",
         ),
         ("from mint.types import TensorData; TensorData([1], 'int64').to_numpy()", "needs numpy. pip install numpy"),
         ("from mint.types import ModelInput; ModelInput.from_ints([1]).to_numpy()", "needs numpy. pip install numpy"),
@@ -115,7 +115,7 @@ def mint(*words: str, home: Path, url: str = "") -> subprocess.CompletedProcess[
 def test_a_command_of_this_machine_names_the_one_extra_that_suffices(tmp_path: Path) -> None:
     ended = mint("keys", "list", home=tmp_path)
     assert ended.returncode == 1
-    assert "mint[local]" in ended.stderr and "mint[rl]" not in ended.stderr, ended.stderr
+    assert "[local]'" in ended.stderr and "[rl]'" not in ended.stderr, ended.stderr
 
 
 def test_the_models_of_a_server_are_listed_without_numpy(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ print(json.dumps({
 def test_a_missing_package_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
     monkeypatch.setitem(sys.modules, "if_verifiable", None)
-    with pytest.raises(mint.errors.MissingExtraError, match=rf"pip install 'mint\[{extra}\]'"):
+    with pytest.raises(mint.errors.MissingExtraError, match=rf"pip install .*\[{extra}\]'"):
         load_task(name)
 
 

@@ -190,10 +190,10 @@ def test_reasoning_gym_says_what_it_refuses() -> None:
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install 'mint\[tasks\]'"):
+    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install .*\[tasks\]'"):
         load_task("reasoning_gym:chain_sum")
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install 'mint\[verifiers\]'"):
+    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install .*\[verifiers\]'"):
         load_task("verifiers:anything")
 
 

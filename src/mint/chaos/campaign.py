@@ -21,6 +21,7 @@ from mint.chaos.faults import SCENARIOS, Case, read_case
 from mint.chaos.outcome import Hits, TrialOutcome, differences
 from mint.chaos.trial import run_case
 from mint.errors import MissingExtraError
+from mint.extras import install_command
 
 CLEAN, POINTS, KILLS, SHORTAGES = "undisturbed", "every point", "random kills", "shortages alone"
 QUICK_CASES = (
@@ -122,7 +123,7 @@ class Campaign:
             MissingExtraError: the `local` extra is not installed.
         """
         if find_spec("torch") is None:
-            raise MissingExtraError("mint chaos runs a model on this machine", remedy="pip install 'mint[local]'")
+            raise MissingExtraError("mint chaos runs a model on this machine", remedy=install_command("local"))
         self.report = CampaignReport(seed)
         self._folder = folder
         self._at_once = at_once

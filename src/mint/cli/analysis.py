@@ -20,6 +20,7 @@ from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import Run, complete_run, find_checkpoint, find_run
 from mint.cli.terminal import Json, fail, print_pairs
 from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError, RequestFailedError
+from mint.extras import install_command
 from mint.runs.terminal_text import one_line
 from mint.version import VERSION
 
@@ -239,9 +240,7 @@ def _check_gpu(*, as_json: bool) -> None:
     except MintError as error:
         fail(error, as_json=as_json)
     except ImportError as error:
-        fail(
-            MissingExtraError(f"torch cannot be loaded ({error})", remedy="pip install 'mint[local]'"), as_json=as_json
-        )
+        fail(MissingExtraError(f"torch cannot be loaded ({error})", remedy=install_command("local")), as_json=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(report)))
     else:

@@ -15,6 +15,7 @@ from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail, renamed
 from mint.errors import MintError, MissingExtraError
+from mint.extras import install_command
 from mint.version import VERSION
 
 LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "plan", "plot", "recover"})
@@ -41,9 +42,9 @@ class _Commands(TyperGroup):
 
 def _missing(package: str, command: str | None) -> MissingExtraError:
     """The error for a package that a command imports and that is not installed: the one extra that is enough."""
-    remedy = "pip install 'mint[local]'"
+    remedy = install_command("local")
     if package == "numpy" and command not in LOCAL_COMMANDS:
-        remedy += " to train or serve on this machine, or 'mint[rl]' to train on a server and to read runs"
+        remedy += f" to train or serve on this machine; {install_command('rl')} to train on a server and to read runs"
     return MissingExtraError(f"mint {command} needs the package {package}, which is not installed", remedy=remedy)
 
 

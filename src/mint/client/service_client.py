@@ -20,6 +20,7 @@ from mint.client.session import EmbeddedServer, Session
 from mint.client.training_client import TrainingClientFuture, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
+from mint.extras import install_command
 from mint.types import (
     CreateModelResponse,
     GetServerCapabilitiesResponse,
@@ -298,6 +299,6 @@ def _open_embedded(data_dir: Path | None) -> EmbeddedServer:
             raise
         raise MissingExtraError(
             f"computing on this machine needs the package {error.name}, which is not installed",
-            remedy="pip install 'mint[local]' to compute on this machine, or set MINT_BASE_URL to use a server",
+            remedy=f"{install_command('local')} to compute on this machine, or set MINT_BASE_URL to use a server",
         ) from error
     return open_embedded(data_dir=data_dir)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mint.config import Settings, prepare_ray
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 
 if TYPE_CHECKING:
     from mint.cluster.engine import ClusterEngine
@@ -37,7 +38,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         InvalidRequestError: this machine has a GPU, for which this was never run.
     """
     if find_spec("ray") is None:
-        raise MissingExtraError("several processes need ray", remedy="pip install 'mint[local,cluster]'")
+        raise MissingExtraError("several processes need ray", remedy=install_command("local,cluster"))
     assert settings.cluster is not None, "nobody asks for a cluster"
     prepare_ray(settings.cluster)
     rows = settings.micro_batch_rows or MICRO_BATCH_ROWS

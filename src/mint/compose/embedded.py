@@ -20,6 +20,7 @@ from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.memory.machine_memory import keep_freed_memory, memory_bytes
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
+from mint.extras import install_command
 from mint.server.limits import ServerLimits, default_waiting_bytes
 
 if TYPE_CHECKING:
@@ -170,5 +171,5 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
 def _missing(error: ImportError) -> MissingExtraError:
     return MissingExtraError(
         f"running models on this machine needs an optional part of mint ({error})",
-        remedy="pip install 'mint[local]', or set MINT_BASE_URL to a server",
+        remedy=f"{install_command('local')}, or set MINT_BASE_URL to a server",
     )

@@ -20,6 +20,7 @@ from mint.config import Settings, read_settings
 from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.models import hf_format, peft_format, registry
 from mint.models.folder import ModelFolder
 from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
@@ -149,4 +150,4 @@ def _public_name(base_model: str, settings: Settings) -> str:
 
 
 def _missing(error: ImportError) -> MissingExtraError:
-    return MissingExtraError(f"exporting needs the service ({error})", remedy="pip install 'mint[local]'")
+    return MissingExtraError(f"exporting needs the service ({error})", remedy=install_command("local"))

@@ -19,6 +19,7 @@ from mint.engine.cpu.build import COMPILERS, TESTED_HERE, NativeBuild
 from mint.engine.cpu.build import REMEDY as COMPILER_REMEDY
 from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.version import VERSION
 
 State = Literal["ok", "missing", "problem"]
@@ -79,9 +80,9 @@ def _extra(extra: str) -> Check:
     found = f"not installed: {', '.join(missing)}"
     if extra == "local":
         is_half = len(missing) < len(EXTRAS[extra])
-        remedy = "pip install 'mint[local]' to train, sample and serve here; a client of a server does not need it"
+        remedy = f"{install_command('local')} to train, sample and serve here; a client of a server does not need it"
         return Check("mint[local]", "problem" if is_half else "missing", found, remedy)
-    return Check(f"mint[{extra}]", "missing", found, f"pip install 'mint[{extra}]'")
+    return Check(f"mint[{extra}]", "missing", found, install_command(extra))
 
 
 def _torch() -> Check:

@@ -1,11 +1,12 @@
 """Reinforcement learning over the public SDK: what a task is, the shared GRPO loop, and why a run does not learn."""
 
 from mint.errors import MissingExtraError
+from mint.extras import install_command
 
 try:
     import numpy  # noqa: F401  # the base install is without
 except ModuleNotFoundError as error:
-    to_install = "pip install 'mint[rl]', or 'mint[local]' to train on this machine"
+    to_install = f"{install_command('rl')}; or {install_command('local')} to train on this machine"
     raise MissingExtraError("mint.rl needs numpy", remedy=to_install) from error
 
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mint.errors import MissingExtraError
+from mint.extras import install_command
 from mint.runs.reader import RunReader, RunSummary
 
 if TYPE_CHECKING:
@@ -116,5 +117,5 @@ def _pandas() -> Any:
     try:
         import pandas  # deferred: an optional package
     except ImportError as error:
-        raise MissingExtraError("data frames need pandas", remedy="pip install 'mint[trackers]'") from error
+        raise MissingExtraError("data frames need pandas", remedy=install_command("trackers")) from error
     return pandas

@@ -15,6 +15,7 @@ from mint.cli.storage.server_storage import ServerStorage
 from mint.client.rest_client import RestClient
 from mint.config import read_settings
 from mint.errors import MissingExtraError
+from mint.extras import install_command
 from mint.types import SupportedModel
 from mint.types.records import (
     Checkpoint,
@@ -90,7 +91,7 @@ def open_storage(data_dir: Path | None) -> Generator[Storage]:
         from mint.cli.storage.folder_storage import FolderStorage  # deferred: the server, which remote users lack
     except ImportError as error:
         raise MissingExtraError(
-            "reading a data directory needs the service", remedy="pip install 'mint[local]', or set MINT_BASE_URL"
+            "reading a data directory needs the service", remedy=f"{install_command('local')}, or set MINT_BASE_URL"
         ) from error
     folder = FolderStorage((data_dir or settings.home_dir).expanduser(), settings)
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.recipes.question_task import Prompt, PromptStyle, Question, QuestionAdapter, one_side
 from mint.rl.tasks.math_grader import MathGrader
 
@@ -123,7 +124,7 @@ def _open_dataset(path: Path) -> Any:
         import datasets  # deferred: an optional extra, seconds to import
     except ImportError as error:
         raise MissingExtraError(
-            f"{path.name} needs the datasets library", remedy="pip install 'mint[tasks]', or convert it to .jsonl"
+            f"{path.name} needs the datasets library", remedy=f"{install_command('tasks')}, or convert it to .jsonl"
         ) from error
     try:
         if path.is_dir():

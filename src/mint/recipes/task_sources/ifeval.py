@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, one_side
 
 HELDOUT_SHARE = 0.25
@@ -103,7 +104,7 @@ def _import_ifeval() -> tuple[Any, Sequence[str]]:
         langdetect = importlib.import_module("langdetect")  # the package's own dependency: which language a reply is in
     except ImportError as error:
         raise MissingExtraError(
-            "ifeval tasks need the if-verifiable package", remedy="pip install 'mint[ifeval]'"
+            "ifeval tasks need the if-verifiable package", remedy=install_command("ifeval")
         ) from error
     langdetect.DetectorFactory.seed = 0  # else the same reply may get another language each time
     langdetect.detect("This loads its profiles, which several threads must not do at once.")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.rl import MessageEnvAdapter
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import UnsupportedError
@@ -196,6 +197,4 @@ def _import_client() -> Any:
     try:
         return importlib.import_module("openenv.core.generic_client").GenericEnvClient  # an optional extra
     except ImportError as error:
-        raise MissingExtraError(
-            "openenv tasks need the openenv package", remedy="pip install 'mint[openenv]'"
-        ) from error
+        raise MissingExtraError("openenv tasks need the openenv package", remedy=install_command("openenv")) from error

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, one_side
 from mint.rl import mixture
 from mint.rl.adapter import Task
@@ -154,7 +155,7 @@ def _import_gym() -> tuple[Any, dict[str, Any]]:
         from reasoning_gym.factory import DATASETS  # deferred: the same
     except ImportError as error:
         raise MissingExtraError(
-            "reasoning_gym tasks need reasoning-gym", remedy="pip install 'mint[tasks]'  (or reasoning-gym alone)"
+            "reasoning_gym tasks need reasoning-gym", remedy=f"{install_command('tasks')}  (or reasoning-gym alone)"
         ) from error
     return reasoning_gym, DATASETS
 

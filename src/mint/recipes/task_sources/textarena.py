@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.rl import MessageEnvAdapter
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 
@@ -133,5 +134,5 @@ def _import_textarena() -> Any:
         return importlib.import_module("textarena")  # an optional extra
     except ImportError as error:
         raise MissingExtraError(
-            "textarena tasks need the textarena package", remedy="pip install 'mint[textarena]'"
+            "textarena tasks need the textarena package", remedy=install_command("textarena")
         ) from error

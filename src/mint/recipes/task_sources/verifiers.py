@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.recipes.question_task import Prompt, PromptStyle, Question, QuestionAdapter, hash_share, one_side
 from mint.recipes.task_sources.verifiers_episodes import VerifiersEpisodesAdapter, trace_task
 from mint.rl.adapter import Task
@@ -131,7 +132,7 @@ def _import_v1() -> Any:
         return importlib.import_module("verifiers.v1")  # an optional extra, seconds to import
     except ImportError as error:
         raise MissingExtraError(
-            "verifiers tasks need the verifiers package, 0.4 or newer", remedy="pip install 'mint[verifiers]'"
+            "verifiers tasks need the verifiers package, 0.4 or newer", remedy=install_command("verifiers")
         ) from error
 
 

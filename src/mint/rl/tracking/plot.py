@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 
 BLUE = "#1f6feb"
 ORANGE = "#d9730d"
@@ -170,7 +171,7 @@ def plot_readings(path: Path, readings: Sequence[Mapping[str, Any]], *, title: s
 
 
 def _matplotlib_missing() -> MissingExtraError:
-    return MissingExtraError("plotting needs matplotlib", remedy="pip install 'mint[local]'")
+    return MissingExtraError("plotting needs matplotlib", remedy=install_command("local"))
 
 
 def _axes(count: int = 1) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.rl.finding import SEVERITIES, Finding
 
 log = logging.getLogger("mint.trackers")
@@ -44,7 +45,7 @@ def require_installed(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise MissingExtraError(
-                f"tracking with {name} needs the package {name}", remedy="pip install 'mint[trackers]'"
+                f"tracking with {name} needs the package {name}", remedy=install_command("trackers")
             )
 
 
