@@ -237,6 +237,20 @@ def test_experts_together_give_what_the_loop_over_experts_gives(tmp_path: Path) 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_experts_with_biases_together_give_what_the_loop_over_experts_gives(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="gpt_oss", intermediate_size=40)
+    decoder = open_decoder(tmp_path)
+    own, mixture = decoder.weights.layers[0], decoder.config.experts_of(0)
+    assert isinstance(own.mlp, MixtureWeights) and own.mlp_norm is not None and mixture is not None
+    shared = own.mlp, own.mlp_norm, 0, decoder.config, mixture, decoder.loras
+    grouped = GroupedMixtureOfExperts(decoder.operations, KERNELS, *shared)
+    lora = new_lora(decoder, LoraSpec(5, 0, True, True, True))
+    lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.1)
+    x, runs = _random(21, decoder.config.hidden_size), [LoraRows(0, 9, None), LoraRows(9, 21, lora)]
+    _close(grouped(x, runs), decoder.mixtures[0](x, runs), torch.float32)
+
+
 @pytest.mark.parametrize("width", [70, 64])
 def test_fused_passes_compute_what_autograd_says_in_float64(width: int) -> None:
     x, weight, residual, grad = (
