@@ -43,7 +43,7 @@ setup: $(VENV)/.dev  ## install mint and its development tools into .venv
 demo: $(VENV)/.local  ## a language model learns arithmetic by RL, here, now
 	$(BIN)/mint demo math
 
-test: $(VENV)/.dev  ## the whole suite but the slow marks (about 12 minutes on 2 cores)
+test: $(VENV)/.dev  ## the whole suite but the slow marks (about 10 minutes on 2 cores)
 	$(TEMP) $(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-fast: $(VENV)/.dev  ## what to run while editing (under 90 seconds)
