@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
@@ -113,6 +114,7 @@ def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatc
     assert [harness.sample(name, 1, params={"seed": 1}) for name in samplers] == seen
     harness.sample(samplers[0], 2)
     publish(harness, model_id, 13, 4)  # pushes out the one that was not used for longest
+    wait_until(lambda: harness.stored(lambda journal: journal.sampler(samplers[1])) is None)  # after the answer
     assert isinstance(failure(lambda: harness.sample(samplers[1], 3)), NotFoundError)
     assert harness.sample(samplers[0], 4, params={"seed": 1}) == seen[0]
     names = [*samplers, f"{harness.session_id}:sample:4"]
