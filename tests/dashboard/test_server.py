@@ -196,6 +196,20 @@ def test_a_browser_that_has_it_already_is_told_so(client: httpx.Client) -> None:
         assert first.headers["cache-control"] == "no-cache"
 
 
+def test_a_page_names_all_its_modules_and_a_browser_keeps_them_until_they_change(client: httpx.Client) -> None:
+    html = client.get(f"/runs/{RUN}").text
+    preloaded = set(re.findall(r'modulepreload" href="([^"]+)"', html))
+    [script] = re.findall(r'type="module" src="([^"]+)"', html)
+    imported: set[str] = set()
+    for address in (script, *preloaded):
+        answer = client.get(address)
+        assert "immutable" in answer.headers["cache-control"]
+        imported |= {f"{address.rpartition('/')[0]}/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)}
+    assert preloaded == imported
+    older = re.sub("/assets/[^/]+/", "/assets/0123456789abcdef/", script)
+    assert client.get(older).headers["cache-control"] == "no-cache"
+
+
 def test_assets_are_typed_and_nothing_else_of_the_machine_is_served(client: httpx.Client) -> None:
     assert client.get("/assets/base.css").headers["content-type"].startswith("text/css")
     assert client.get("/assets/common.js").headers["content-type"].startswith("text/javascript")
@@ -350,7 +364,8 @@ def test_metrics_that_findings_plot_are_written_by_runs() -> None:
 def test_no_route_is_there_twice_and_all_but_the_door_ask_who_comes() -> None:
     rows = [(row.method, row.path) for row in ROUTES]
     assert len(rows) == len(set(rows))
-    assert {row.path for row in ROUTES if row.is_open} == {"/login", "/logout", "/assets/{file}", "/favicon.ico"}
+    assets = {"/assets/{file}", "/assets/{version}/{file}", "/favicon.ico"}
+    assert {row.path for row in ROUTES if row.is_open} == {"/login", "/logout", *assets}
     changes = {f"{API}/runs/{{run}}/{what}" for what in ("bisect", "labels", "stop", "resume", "evaluate", "delete")}
     restore = f"{API}/deleted/{{entry}}/restore"
     assert {row.path for row in ROUTES if row.method == "POST"} == {

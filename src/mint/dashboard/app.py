@@ -171,7 +171,11 @@ def _change(path: str, change: Callable[[DashboardState, Request, bytes], Any]) 
 
 
 async def _asset(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await _file(dashboard, request, request.path_params["file"])
+    """A script or style. One asked for with the version that it has stays in the browser's cache."""
+    response = await _file(dashboard, request, request.path_params["file"])
+    if request.path_params.get("version") == pages.assets_version():
+        response.headers["cache-control"] = "public, max-age=31536000, immutable"
+    return response
 
 
 async def _favicon(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
@@ -260,6 +264,7 @@ ROUTES: tuple[DashboardRoute, ...] = (
     _page(f"/{_RUN}/diagnosis", pages.diagnosis),
     _page(f"/{_RUN}/checkpoints", pages.checkpoints),
     DashboardRoute("GET", "/assets/{file}", _asset, "text", is_open=True),
+    DashboardRoute("GET", "/assets/{version}/{file}", _asset, "text", is_open=True),
     DashboardRoute("GET", "/favicon.ico", _favicon, "text", is_open=True),
     _json("GET", "runs", api.runs),
     DashboardRoute("GET", f"{API}/runs/events", _all_events),

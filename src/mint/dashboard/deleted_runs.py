@@ -47,6 +47,7 @@ class DeletedRuns:
         self._remove_old(place)
         entry = f"{int(time.time())}-{folder.name}"
         folder.rename(place / entry)
+        self._readers.forget(folder)
         return entry
 
     def restore(self, entry: str) -> str:
@@ -64,6 +65,7 @@ class DeletedRuns:
         if target.exists():
             raise InvalidRequestError("is the name of another run now", field="run", value=found["name"])
         places[0].rename(target)
+        self._readers.notice(target)
         return target.name
 
     def _places(self) -> list[Path]:

@@ -6,9 +6,11 @@ get `summary`, and the list gets `summaries`; both are as in the JSON API.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shlex
 from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -24,6 +26,8 @@ from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.version import VERSION
 
 MAX_COMPARED = 8
+ASSETS = Path(__file__).parent / "assets"
+IMPORTED = re.compile(r'from "\./(\w+)\.js"')
 
 
 def runs(dashboard: DashboardState, request: Request) -> str:
@@ -134,14 +138,20 @@ def login(dashboard: DashboardState, request: Request) -> str:
 
 def login_page(*, asks_keys: bool, place: str, problem: str | None = None) -> str:
     """The login page, with what was wrong with the last key."""
-    return _template("login").render(
-        page="login", run=None, version=VERSION, asks_keys=asks_keys, query=urlencode({"next": place}), problem=problem
+    return _render(
+        "login",
+        page="login",
+        run=None,
+        version=VERSION,
+        asks_keys=asks_keys,
+        query=urlencode({"next": place}),
+        problem=problem,
     )
 
 
 def error_page(error: MintError) -> str:
     """The page that shows an error."""
-    return _template("error").render(page="error", run=None, asks_keys=False, version=VERSION, error=error.to_wire())
+    return _render("error", page="error", run=None, asks_keys=False, version=VERSION, error=error.to_wire())
 
 
 def safe_place(place: str) -> str:
@@ -160,8 +170,34 @@ def _of_run(dashboard: DashboardState, request: Request, page: str, **values: An
 def _write(dashboard: DashboardState, page: str, run: str | None, *, template: str | None = None, **values: Any) -> str:
     asks_keys = dashboard.access.login is not None
     can_start = dashboard.launches.can_start
-    return _template(template or page).render(
-        page=page, run=run, version=VERSION, asks_keys=asks_keys, can_start=can_start, **values
+    return _render(
+        template or page, page=page, run=run, version=VERSION, asks_keys=asks_keys, can_start=can_start, **values
+    )
+
+
+def assets_version() -> str:
+    """Changes with any script or style. Their addresses hold it, so that a browser need not ask for them again."""
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(ASSETS.iterdir())]
+    return hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _imported(script: str, _version: str) -> list[str]:
+    """The modules that a script imports, and those that they import: a browser that knows them asks for all at once."""
+    found: list[str] = []
+    waiting = [script]
+    while waiting:
+        source = (ASSETS / f"{waiting.pop()}.js").read_text()
+        new = [name for name in IMPORTED.findall(source) if name not in found and name != script]
+        found += dict.fromkeys(new)
+        waiting += dict.fromkeys(new)
+    return sorted(found)
+
+
+def _render(template: str, **values: Any) -> str:
+    version = assets_version()
+    return _template(template).render(
+        assets=f"/assets/{version}", imported=lambda script: _imported(script, version), **values
     )
 
 

@@ -1,13 +1,16 @@
 """The list of runs in pages: filtered, sorted, and answered in time however many runs there are.
 
 A pass over all runs takes longer the more there are; the first one, which reads every folder, takes seconds for
-thousands. A request waits `WAIT_S` for a pass that runs in a thread, and then answers with what is known so far.
+thousands. A request waits `WAIT_S` for a pass that runs in a thread, and then answers with what is known so far. With
+more than `MANY_RUNS`, only the first pass is waited for, and the next one rests in between: the list is as old as the
+last pass, and the stream of events tells an open page what a later one has found.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,12 @@ from mint.runs.reader import RunSummary
 log = logging.getLogger("mint.dashboard")
 
 WAIT_S = 0.1
+MANY_RUNS = 1000
+"""From here on a pass takes longer than a page may wait for it."""
+
+REST_S = 1.0
+"""How long after a pass over many runs the next one may begin."""
+
 PAGE_RUNS = 50
 MAX_PAGE_RUNS = 200
 
@@ -111,7 +120,7 @@ class RunList:
 
     def page(self, query: RunQuery) -> RunPage:
         """A page of the runs that fit a query."""
-        self._has_read_all |= self.refresh()
+        self.refresh()
         is_whole = self._has_read_all  # a later pass that takes long finds changes, and no page waits for those
         known = self._readers.known()
         found = select_runs(known, query)
@@ -123,9 +132,14 @@ class RunList:
         """Begins a pass over all runs, unless one is under way, and waits for it. Returns whether it is done."""
         with self._lock:
             current = self._pass
-            if current is None or current.is_over.is_set():
+            self._has_read_all |= current is not None and current.is_over.is_set()
+            is_known = self._has_read_all and self._readers.count() > MANY_RUNS
+            if current is None or (current.is_over.is_set() and current.has_rested(REST_S if is_known else 0.0)):
                 current = self._pass = _Pass(self._readers)
-        return current.is_over.wait(wait_s)
+        is_over = current.is_over.wait(0.0 if is_known else wait_s)
+        with self._lock:
+            self._has_read_all |= is_over
+        return is_over
 
 
 class _Pass:
@@ -133,8 +147,13 @@ class _Pass:
 
     def __init__(self, readers: RunReaders) -> None:
         self.is_over = threading.Event()
+        self.ended_at = 0.0
         self._readers = readers
         threading.Thread(target=self._work, name="mint-dashboard-runs", daemon=True).start()
+
+    def has_rested(self, rest_s: float) -> bool:
+        """Whether it has been over for this long."""
+        return time.monotonic() - self.ended_at >= rest_s
 
     def _work(self) -> None:
         try:
@@ -142,4 +161,5 @@ class _Pass:
         except Exception:  # the boundary of the thread: those who wait must go on, and the log must say why
             log.exception("the list of runs could not be read")
         finally:
+            self.ended_at = time.monotonic()
             self.is_over.set()

@@ -5,6 +5,7 @@ Reads files, so call it in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -89,11 +90,23 @@ class RunReaders:
             except (MintError, OSError):  # the run was removed meanwhile
                 continue
         with self._lock:
-            for folder in self._summaries.keys() - set(found.values()):
-                del self._summaries[folder]
-                self._readers.pop(folder, None)
-                self._revision += 1
+            gone = self._summaries.keys() - set(found.values())
+        for folder in gone:
+            self.forget(folder)
         return dict(sorted(summaries.items(), key=lambda named: (-named[1].began_at, named[0])))
+
+    def forget(self, folder: Path) -> None:
+        """Drops what is known of a run whose folder has gone."""
+        with self._lock:
+            self._readers.pop(folder, None)
+            self._revision += self._summaries.pop(folder, None) is not None
+
+    def notice(self, folder: Path) -> None:
+        """Reads a run whose folder has just appeared, so that the list has it at once."""
+        names = {place: name for name, place in self.folders.find().items()}
+        with contextlib.suppress(MintError, OSError):  # it was removed meanwhile
+            if folder in names:
+                self._summary(names[folder], folder)
 
     def known(self) -> list[RunSummary]:
         """The summaries that were read so far, in no order."""
