@@ -5,7 +5,7 @@ checkpoints, and rollouts of 30,000 tokens.
 
 Writes the runs into a folder that is removed at the end, serves them with `mint dashboard` (with `mint serve` for the
 page of the service), and opens each page in chromium. "cold" is the first request of a server that has just started,
-with nothing cached in the browser. "fresh" has nothing cached either, at a server that has shown the page before.
+with nothing cached in the browser. "fresh" has nothing cached either, at a server that has read all runs.
 "next" goes to the page in a tab that has shown it before, as a reader does: medians and worst of TIMES. `load` is the
 load event; `shown` is when the page holds what it promises, charts and coloured tokens included, and the next frame is
 drawn. `cpu` is what the server and all processes of the browser take for one page of "next". The load of the machine
@@ -21,10 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.generated_runs import write_long, write_many, write_wide
 
@@ -96,6 +99,8 @@ def measure(chromium: Any, command: str, home: Path, pages: dict[str, tuple[str,
             tab = new_tab(chromium, shown)
             rows = {"cold": [opened(tab, address + path)]}
             tab.context.close()
+            while not httpx.get(f"{address}/dashboard/v1/runs", timeout=60).json()["is_whole"]:
+                time.sleep(0.2)
             rows["fresh"] = []
             for _ in range(times):
                 tab = new_tab(chromium, shown)

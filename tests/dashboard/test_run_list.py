@@ -12,6 +12,8 @@ import httpx
 import pytest
 from waiting import wait_until
 
+from mint.dashboard import run_list
+from mint.dashboard.deleted_runs import DeletedRuns
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_list import SORT_BY, RunList, RunQuery, select_runs
 from mint.dashboard.run_readers import RunReaders
@@ -88,6 +90,8 @@ def test_a_list_that_takes_long_is_answered_with_what_is_known(tmp_path: Path) -
     class SlowReaders:
         """A list of which one run is known, and whose others never come."""
 
+        revision = 0
+
         def __init__(self) -> None:
             self.go_on = threading.Event()
 
@@ -115,6 +119,26 @@ def test_a_list_that_was_read_once_is_whole_while_it_is_looked_at_again(tmp_path
     with readers._pass:  # as a pass does that takes long
         page = runs.page(RunQuery())
     assert page.is_whole and [run.name for run in page.runs] == ["a"]
+
+
+def test_of_many_runs_a_deleted_one_is_gone_at_once_and_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_list, "MANY_RUNS", 1)
+    readers = RunReaders(RunFolders([tmp_path]))
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / "runs" / name, 1)
+    runs, deleted = RunList(readers), DeletedRuns([tmp_path], readers)
+    wait_until(lambda: runs.page(RunQuery()).is_whole)
+
+    def names() -> set[str]:
+        return {run.name for run in runs.page(RunQuery()).runs}
+
+    with readers._pass:  # as a pass does that takes long
+        entry = deleted.delete("b")
+        assert names() == {"a", "c"}
+        deleted.restore(entry)
+        assert names() == {"a", "b", "c"}
 
 
 def test_checkpoints_come_newest_first_in_pages_with_the_best_on_each(client: httpx.Client) -> None:

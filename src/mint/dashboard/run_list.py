@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mint.dashboard.run_readers import RunReaders
@@ -25,8 +25,8 @@ WAIT_S = 0.1
 MANY_RUNS = 1000
 """From here on a pass takes longer than a page may wait for it."""
 
-REST_S = 1.0
-"""How long after a pass over many runs the next one may begin."""
+REST_SHARE = 4.0
+"""A pass over many runs is followed by a rest this many times as long."""
 
 PAGE_RUNS = 50
 MAX_PAGE_RUNS = 200
@@ -117,26 +117,35 @@ class RunList:
         self._lock = threading.Lock()
         self._pass: _Pass | None = None
         self._has_read_all = False
+        self._selected: tuple[tuple[int, RunQuery], tuple[list[RunSummary], int]] | None = None
 
     def page(self, query: RunQuery) -> RunPage:
         """A page of the runs that fit a query."""
         self.refresh()
         is_whole = self._has_read_all  # a later pass that takes long finds changes, and no page waits for those
-        known = self._readers.known()
-        found = select_runs(known, query)
-        total = len(known) if is_whole else self._readers.count()
+        found, known = self._select(query)
+        total = known if is_whole else self._readers.count()
         rows = found[query.offset : query.offset + query.limit]
         return RunPage(rows, len(found), total, query.offset, is_whole)
+
+    def _select(self, query: RunQuery) -> tuple[list[RunSummary], int]:
+        """The runs that fit a query, and how many are known; the last answer again if no run has changed."""
+        asked = (self._readers.revision, replace(query, offset=0, limit=0))
+        last = self._selected
+        if last is None or last[0] != asked:
+            known = self._readers.known()
+            last = self._selected = (asked, (select_runs(known, query), len(known)))
+        return last[1]
 
     def refresh(self, wait_s: float = WAIT_S) -> bool:
         """Begins a pass over all runs, unless one is under way, and waits for it. Returns whether it is done."""
         with self._lock:
             current = self._pass
             self._has_read_all |= current is not None and current.is_over.is_set()
-            is_known = self._has_read_all and self._readers.count() > MANY_RUNS
-            if current is None or (current.is_over.is_set() and current.has_rested(REST_S if is_known else 0.0)):
+            are_many = self._readers.count() > MANY_RUNS
+            if current is None or (current.is_over.is_set() and (not are_many or current.has_rested())):
                 current = self._pass = _Pass(self._readers)
-        is_over = current.is_over.wait(0.0 if is_known else wait_s)
+        is_over = current.is_over.wait(0.0 if are_many and self._has_read_all else wait_s)
         with self._lock:
             self._has_read_all |= is_over
         return is_over
@@ -147,13 +156,14 @@ class _Pass:
 
     def __init__(self, readers: RunReaders) -> None:
         self.is_over = threading.Event()
-        self.ended_at = 0.0
+        self.began_at = time.monotonic()
+        self.ended_at = self.began_at
         self._readers = readers
         threading.Thread(target=self._work, name="mint-dashboard-runs", daemon=True).start()
 
-    def has_rested(self, rest_s: float) -> bool:
-        """Whether it has been over for this long."""
-        return time.monotonic() - self.ended_at >= rest_s
+    def has_rested(self) -> bool:
+        """Whether it has been over for so long that the next one may begin."""
+        return time.monotonic() - self.ended_at >= REST_SHARE * (self.ended_at - self.began_at)
 
     def _work(self) -> None:
         try:
