@@ -58,6 +58,11 @@ class Task(ABC):
         """A name under which the reward and the success of this item are logged, besides those of all items."""
         return None
 
+    def task_of(self, item: Any, /) -> Task:
+        """The task that this item belongs to, whose `success_reward` and `reward_range` count: of a mixture, one of its
+        tasks."""
+        return self
+
     def is_success(self, reward: float) -> bool:
         """Whether a rollout with this reward has solved its item."""
         return reward >= self.success_reward - SUCCESS_TOLERANCE

@@ -113,17 +113,26 @@ def estimate(task: Task, groups: Sequence[Group], *, completions: int, temperatu
             by_category.setdefault(name, []).append(group)
     categories = {}
     for name, own in sorted(by_category.items()):
-        found = _estimate(task, own, completions=completions, temperature=temperature)
+        tasks = {id(one): one for one in (task.task_of(group.item) for group in own)}
+        # A category of one task is read on the scale of that task.
+        of = next(iter(tasks.values())) if len(tasks) == 1 else task
+        found = _estimate(of, own, completions=completions, temperature=temperature, tasks=task)
         numbers = {"mean": found.mean, "low": found.low, "high": found.high}
         categories[name] = {**numbers, "n": float(found.n), "success": found.success}
     return replace(total, categories=categories)
 
 
-def _estimate(task: Task, groups: Sequence[Group], *, completions: int, temperature: float) -> Estimate:
-    """That of all groups, without categories."""
+def _estimate(
+    task: Task, groups: Sequence[Group], *, completions: int, temperature: float, tasks: Task | None = None
+) -> Estimate:
+    """That of all groups, without categories. `task` gives the scale of the rewards, `tasks` knows whose item is
+    whose; without it, `task` does."""
     rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], completions) for group in groups]
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
-    solved_N = [sum(map(task.is_success, rewards)) for rewards in rewards_NK]
+    solved_N = [
+        sum(map((tasks or task).task_of(group.item).is_success, rewards))
+        for group, rewards in zip(groups, rewards_NK, strict=True)
+    ]
     mean, low, high = reward_interval(task, [float(np.mean(rewards)) for rewards in rewards_NK])
     if task.reward_range is not None:  # the normal interval does not know that a reward is bounded
         low, high = max(low, min(mean, task.reward_range[0])), min(high, max(mean, task.reward_range[1]))

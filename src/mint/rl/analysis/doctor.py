@@ -169,24 +169,32 @@ class _Prober:
 
     def compares(self, group: Group) -> bool:
         """Whether the task grades the completions of a group against each other."""
-        if not isinstance(self.task, RLAdapter):
+        if not isinstance(self.task, RLAdapter) or not self.has_one_turn(group):
             return False
         texts = [rollout.text for rollout in group.rollouts]
         return run_in_own_thread(Grader(self.task, self.calls).compares(texts, group.item))
 
-    def is_success(self, reward: float | None) -> bool:
-        """Whether the reward counts as a success."""
-        return reward is not None and self.task.is_success(reward)
+    def has_one_turn(self, group: Group) -> bool:
+        """Whether the group's completions can be graded again and elsewhere; those of episodes cannot."""
+        return isinstance(self.task.task_of(group.item), RLAdapter)
+
+    def is_success(self, reward: float | None, item: Any) -> bool:
+        """Whether the reward counts as a success of this item."""
+        return reward is not None and self.task.task_of(item).is_success(reward)
+
+    def successes(self, group: Group) -> int:
+        """How many of the group's graded rollouts are successes."""
+        return sum(self.is_success(reward, group.item) for reward in group.rewards)
 
 
 def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvidence:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [group for group in groups if group.graded]
     rewards = [reward for group in graded for reward in group.rewards]
-    rates = [_share(map(prober.is_success, group.rewards)) for group in graded]
+    rates = [prober.successes(group) / len(group.rewards) for group in graded]
     cut = _share(rollout.truncated for rollout in rollouts)
     relative = any(map(prober.compares, groups[:1]))
-    alone = [] if relative else graded
+    alone = [] if relative else [group for group in graded if prober.has_one_turn(group)]
     seconds, noisy = _grade_again(prober, alone)
     fixed_reply, fixed_reward = _best_fixed_reply(prober, alone)
     misplaced_reward, own_gain = _gain_at_own_prompt(prober, alone)
@@ -244,8 +252,9 @@ def _informative(prober: _Prober, graded: Sequence[Group]) -> dict[int, float]:
 def _two_kinds(prober: _Prober, graded: Sequence[Group]) -> list[tuple[int, int]]:
     """(higher rewards, rewards) of each group: successes, or rewards above the middle if all or none are successes."""
     rewards = [reward for group in graded for reward in group.rewards]
-    if len(set(map(prober.is_success, rewards))) == 2:
-        return [(sum(map(prober.is_success, group.rewards)), len(group.rewards)) for group in graded]
+    successes = [(prober.successes(group), len(group.rewards)) for group in graded]
+    if 0 < sum(count for count, _ in successes) < len(rewards):
+        return successes
     middle = (min(rewards) + max(rewards)) / 2
     return [(sum(reward > middle for reward in group.rewards), len(group.rewards)) for group in graded]
 
@@ -317,7 +326,7 @@ def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
         return 0.0
     pairs = [(probe, group.item) for group in groups[:PROBED_ITEMS] for probe in PROBES]
     grades = prober.grades(task, pairs)
-    return _share(prober.is_success(grade.reward) for grade in grades)
+    return _share(prober.is_success(grade.reward, item) for grade, (_, item) in zip(grades, pairs, strict=True))
 
 
 def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, tuple[float, float, float]]:

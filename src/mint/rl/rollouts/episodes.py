@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
-from mint.rl.adapter import MessageEnvAdapter
+from mint.rl.adapter import MessageEnvAdapter, Task
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.user_call import CallResult
 from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResult
@@ -167,13 +167,13 @@ class _Episode:
         self.retokenized_turns += not extended.kept
         self.conversation += extended.messages
 
-    def to_rollout(self, adapter: MessageEnvAdapter, policy_step: int) -> Rollout:
-        """The finished rollout, with its reward checked against the task's declared range."""
+    def to_rollout(self, task: Task, policy_step: int) -> Rollout:
+        """The finished rollout, with its reward checked against the declared range of its item's task."""
         reward: Reward | None = None
         if self.error is None:
             parts = {} if self.parts.keys() <= {"reward"} else self.parts
             try:
-                reward = checked_reward(adapter, Reward(self.reward, parts, self.info))
+                reward = checked_reward(task, Reward(self.reward, parts, self.info))
             except MintError as error:
                 self.error = str(error)
         return Rollout(
@@ -251,7 +251,8 @@ class _Player:
         if error is not None:
             return Group(request.item, request.index, _first_prompt(episodes), [], error=error)
         await asyncio.gather(*(self._play(episode) for episode in episodes))
-        rollouts = [episode.to_rollout(self._adapter, policy_step) for episode in episodes]
+        task = self._adapter.task_of(request.item)
+        rollouts = [episode.to_rollout(task, policy_step) for episode in episodes]
         times = GroupTimes(
             (began, max(episode.replied for episode in episodes) or began),
             episodes=[(episode.began, episode.ended) for episode in episodes],

@@ -119,7 +119,7 @@ class Grader:
         result = await self._call(self.adapter.compute_group_rewards, responses, item)
         if result.error is None and result.value is None:
             return await self.one_by_one([(response, item) for response in responses])
-        return self._grades_of(result, len(responses))
+        return self._grades_of(result, len(responses), item)
 
     async def compares(self, responses: Sequence[str], item: Any) -> bool:
         """Whether `compute_group_rewards` grades these completions against each other, and does not pass them on."""
@@ -142,42 +142,43 @@ class Grader:
         first = next((place for place, responses in enumerate(responses_B) if responses), 0)
         return [
             self._grades_of(
-                replace(result, value=rewards, attempts=result.attempts if place == first else 1), len(responses)
+                replace(result, value=rewards, attempts=result.attempts if place == first else 1), len(responses), item
             )
-            for place, (rewards, responses) in enumerate(zip(groups, responses_B, strict=True))
+            for place, (rewards, responses, item) in enumerate(zip(groups, responses_B, items_B, strict=True))
         ]
 
     async def one_by_one(self, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
         """One grade per (response, item), in order, each by `compute_reward`."""
         results = await asyncio.gather(*(self._call(self.adapter.compute_reward, *pair) for pair in pairs))
-        return [_grade(self.adapter, result) for result in results]
+        return [_grade(self.adapter.task_of(item), result) for (_, item), result in zip(pairs, results, strict=True)]
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> CallResult:
         return await self._retries.call(self._calls, function, *arguments)
 
-    def _grades_of(self, result: CallResult, count: int) -> list[Grade]:
-        """The grades of a group that was judged by one call."""
+    def _grades_of(self, result: CallResult, count: int, item: Any) -> list[Grade]:
+        """The grades of a group, the completions of one item, that was judged by one call."""
+        task = self.adapter.task_of(item)
         values = [] if result.error is not None else list(result.value)
         if result.error is None and len(values) != count:
-            result = replace(result, error=_wrong_count(self.adapter, "rewards", len(values), count))
+            result = replace(result, error=_wrong_count(task, "rewards", len(values), count))
         calls = [replace(result, attempts=result.attempts if place == 0 else 1) for place in range(count)]
         if result.error is not None:
             return [_failed(call) for call in calls]
         return [
             Grade(None, error="the judge gave no verdict on it", seconds=call.seconds, retries=call.attempts - 1)
             if value is None
-            else _grade(self.adapter, replace(call, value=value))
+            else _grade(task, replace(call, value=value))
             for call, value in zip(calls, values, strict=True)
         ]
 
 
-def _wrong_count(adapter: RLAdapter, what: str, given: int, wanted: int) -> RewardError:
+def _wrong_count(adapter: Task, what: str, given: int, wanted: int) -> RewardError:
     return RewardError(
         f"{task_name(adapter)} returned {given} {what} for {wanted}", remedy="Return one for each, None for no verdict"
     )
 
 
-def _grade(adapter: RLAdapter, result: CallResult) -> Grade:
+def _grade(adapter: Task, result: CallResult) -> Grade:
     if result.error is not None:
         return _failed(result)
     try:

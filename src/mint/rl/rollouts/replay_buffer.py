@@ -58,7 +58,8 @@ class ReplayBuffer:
             self._kept[int(row["item"])] = Rollout(**fields)
 
     def _successes(self, group: Group) -> list[Rollout]:
-        return [one for one in group.graded if one.reward is not None and self.task.is_success(one.reward)]
+        task = self.task.task_of(group.item)
+        return [one for one in group.graded if one.reward is not None and task.is_success(one.reward)]
 
     def _with_success(self, group: Group) -> Group:
         kept = self._kept.get(group.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,29 +54,63 @@ class RolloutWorker:
         With `grade_alone`, graders of groups and batches are not asked. A prompt that cannot be made or sampled becomes
         a group with an `error`; the others go on.
         """
-        config = self.config
-        if isinstance(self.task, MessageEnvAdapter):
-            episodes = roll_out_episodes(
-                sampling_client,
-                self.task,
-                requests,
-                tokenizer=self.tokenizer,
-                calls=self.calls,
-                group_size=group_size,
-                limits=EpisodeLimits(config.max_turns, config.max_episode_tokens, config.max_episode_s),
-                policy_step=policy_step,
-                tool_call_format=config.tool_call_format,
-            )
-            return run_in_own_thread(episodes)
-        retries = Retries(config.grader_retries, config.grader_backoff_s)
-        completions = roll_out_completions(
+        return run_in_own_thread(self._roll_out_all(sampling_client, requests, group_size, policy_step, grade_alone))
+
+    async def _roll_out_all(
+        self,
+        sampling_client: PolicySampler,
+        requests: Sequence[GroupRequest],
+        group_size: int,
+        policy_step: int,
+        grade_alone: bool,
+    ) -> list[Group]:
+        """Completions and episodes at once, where a mixture has both."""
+        of_episodes = [isinstance(self.task.task_of(request.item), MessageEnvAdapter) for request in requests]
+        turns = [request for request, several in zip(requests, of_episodes, strict=True) if several]
+        singles = [request for request, several in zip(requests, of_episodes, strict=True) if not several]
+        played, completed = await asyncio.gather(
+            self._episodes(sampling_client, turns, group_size, policy_step),
+            self._completions(sampling_client, singles, group_size, policy_step, grade_alone),
+        )
+        episodes, completions = iter(played), iter(completed)
+        return [next(episodes if several else completions) for several in of_episodes]
+
+    async def _episodes(
+        self, sampling_client: PolicySampler, requests: Sequence[GroupRequest], group_size: int, policy_step: int
+    ) -> list[Group]:
+        config, task = self.config, self.task
+        if not requests or not isinstance(task, MessageEnvAdapter):
+            return []
+        return await roll_out_episodes(
             sampling_client,
-            Grader(self.task, self.calls, retries),
+            task,
             requests,
-            make_prompts(self.task, requests, self.tokenizer),
+            tokenizer=self.tokenizer,
+            calls=self.calls,
+            group_size=group_size,
+            limits=EpisodeLimits(config.max_turns, config.max_episode_tokens, config.max_episode_s),
+            policy_step=policy_step,
+            tool_call_format=config.tool_call_format,
+        )
+
+    async def _completions(
+        self,
+        sampling_client: PolicySampler,
+        requests: Sequence[GroupRequest],
+        group_size: int,
+        policy_step: int,
+        grade_alone: bool,
+    ) -> list[Group]:
+        config, task = self.config, self.task
+        if not requests or not isinstance(task, RLAdapter):
+            return []
+        return await roll_out_completions(
+            sampling_client,
+            Grader(task, self.calls, Retries(config.grader_retries, config.grader_backoff_s)),
+            requests,
+            make_prompts(task, requests, self.tokenizer),
             tokenizer=self.tokenizer,
             group_size=group_size,
             policy_step=policy_step,
             grade_alone=grade_alone,
         )
-        return run_in_own_thread(completions)

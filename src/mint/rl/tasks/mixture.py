@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from mint.errors import InvalidRequestError
-from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
+from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task, task_name
 from mint.rl.message_env import MessageEnv
 
-MAX_ITEMS = 1_000_000
-"""The most items of a mixture's dataset; a large task with a small weight then gives only some of its items."""
+MAX_REPEATS = 100
+MAX_ITEMS = 100_000
+"""A mixture's dataset has at most so many times its tasks' items, and at most so many items, or as many as its tasks
+have together. A large task with a small weight then gives only some of its items, and at least one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class _Mixture(Task):
         self.tasks = dict(tasks)
         self.weights = {name: float(weights.get(name, 1.0)) for name in tasks}
         self.seed = seed
-        self.success_reward = next(iter(self.tasks.values())).success_reward
+        self.success_reward = max(task.success_reward for task in self.tasks.values())
         ranges = [task.reward_range for task in self.tasks.values()]
         declared = [one for one in ranges if one is not None]
         if len(declared) == len(ranges):
@@ -51,7 +53,9 @@ class _Mixture(Task):
             raise InvalidRequestError(
                 "has no items", field="mixture.tasks", value=empty[0], remedy="Return at least one, or leave it out"
             )
-        size = min(MAX_ITEMS, max(len(items[name]) / share for name, share in shares.items()))
+        total = sum(map(len, items.values()))
+        most = max(total, min(MAX_REPEATS * total, MAX_ITEMS))
+        size = min(most, max(len(items[name]) / share for name, share in shares.items()))
         random = np.random.default_rng(self.seed)
         mixed = []
         for name, share in shares.items():
@@ -71,6 +75,10 @@ class _Mixture(Task):
         """The key that its own task gives it."""
         return f"{item.task}\0{self.tasks[item.task].item_key(item.item)}"
 
+    def task_of(self, item: MixedItem, /) -> Task:
+        """The task that grades it."""
+        return self.tasks[item.task].task_of(item.item)
+
     def category(self, item: MixedItem, /) -> str:
         """The name of its task."""
         return item.task
@@ -88,25 +96,39 @@ class _Mixture(Task):
 class MixtureAdapter(_Mixture, RLAdapter):
     """A mixture of tasks of one prompt and one completion."""
 
-    tasks: dict[str, RLAdapter]
-
     def make_prompt(self, item: MixedItem, tokenizer: Any, /) -> list[int]:
-        return self.tasks[item.task].make_prompt(item.item, tokenizer)
+        return _of_one_turn(self.tasks[item.task]).make_prompt(item.item, tokenizer)
 
     def compute_reward(self, response: str, item: MixedItem, /) -> Any:
-        return self.tasks[item.task].compute_reward(response, item.item)
+        return _of_one_turn(self.tasks[item.task]).compute_reward(response, item.item)
 
     def compute_group_rewards(self, responses: Sequence[str], item: MixedItem, /) -> Any:
-        return self.tasks[item.task].compute_group_rewards(responses, item.item)
+        return _of_one_turn(self.tasks[item.task]).compute_group_rewards(responses, item.item)
 
 
 class EpisodeMixtureAdapter(_Mixture, MessageEnvAdapter):
     """A mixture of tasks of many turns."""
 
-    tasks: dict[str, MessageEnvAdapter]
-
     def make_env(self, item: MixedItem, /) -> MessageEnv:
-        return self.tasks[item.task].make_env(item.item)
+        task = self.tasks[item.task]
+        if not isinstance(task, MessageEnvAdapter):
+            raise InvalidRequestError(
+                "is of one turn", field="mixture", value=item.task, remedy="Ask task_of(item) which kind it is"
+            )
+        return task.make_env(item.item)
+
+
+class MixedTurnsAdapter(MixtureAdapter, EpisodeMixtureAdapter):
+    """A mixture of tasks of one turn and of many: each item is rolled out as its own task asks."""
+
+
+def _of_one_turn(task: Task) -> RLAdapter:
+    """Raises InvalidRequestError for a task of many turns."""
+    if isinstance(task, RLAdapter):
+        return task
+    raise InvalidRequestError(
+        "is of many turns", field="mixture", value=task_name(task), remedy="Ask task_of(item) which kind it is"
+    )
 
 
 def mixture(
@@ -114,20 +136,25 @@ def mixture(
 ) -> RLAdapter | MessageEnvAdapter:
     """A task whose items come from `tasks` in the shares of `weights` (1 where none is given).
 
-    An epoch has every item of at least one task, and repeats the items of tasks that are too small for their share. The
-    metrics of each task are logged under its name (`Task.category`). `seed` draws the order of repeated items.
+    An epoch has every item of each task, and repeats the items of tasks that are too small for their share, up to
+    `MAX_REPEATS`. Tasks of one turn and of many may stand together, and each keeps its own `success_reward` and
+    `reward_range`. The metrics of each task are logged under its name (`Task.category`). `seed` draws the order of
+    repeated items.
 
     Raises:
-        InvalidRequestError: no tasks, tasks of one turn and of many together, another `success_reward`, a task with
-            `compute_batch_rewards`, or a weight that is negative or of no task, or all 0.
+        InvalidRequestError: no tasks, an object that is no task, a task with `compute_batch_rewards`, or a weight that
+            is negative or of no task, or all 0.
     """
     weights = weights or {}
     wrong = _refusal(tasks, weights)
     if wrong is not None:
         raise wrong
-    if all(isinstance(task, RLAdapter) for task in tasks.values()):
-        return MixtureAdapter(tasks, weights, seed)
-    return EpisodeMixtureAdapter(tasks, weights, seed)
+    checked = {name: as_task(task) for name, task in tasks.items()}
+    has_one_turn = any(isinstance(task, RLAdapter) for task in checked.values())
+    has_many = any(isinstance(task, MessageEnvAdapter) for task in checked.values())
+    if has_one_turn and has_many:
+        return MixedTurnsAdapter(checked, weights, seed)
+    return EpisodeMixtureAdapter(checked, weights, seed) if has_many else MixtureAdapter(checked, weights, seed)
 
 
 def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> InvalidRequestError | None:
@@ -140,19 +167,6 @@ def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> Invalid
             field="mixture.tasks",
             value=repr(unnamed[0]),
             remedy="Give each task a text as its name: its metrics are logged under it",
-        )
-    kinds = {isinstance(task, RLAdapter) for task in tasks.values()}
-    if len(kinds) > 1 or not all(isinstance(task, RLAdapter | MessageEnvAdapter) for task in tasks.values()):
-        return InvalidRequestError(
-            "mixes tasks of one turn and of many",
-            field="mixture.tasks",
-            value={name: type(task).__name__ for name, task in tasks.items()},
-            remedy="Give only RLAdapters, or only MessageEnvAdapters",
-        )
-    successes = {name: task.success_reward for name, task in tasks.items()}
-    if len(set(successes.values())) > 1:
-        return InvalidRequestError(
-            "have different success_reward", field="mixture.tasks", value=successes, remedy="Scale their rewards alike"
         )
     batched = [name for name, task in tasks.items() if isinstance(task, RLAdapter) and _grades_batches(task)]
     if batched:

@@ -16,7 +16,7 @@ from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
 
 def success_rate(task: Task, group: Group) -> float | None:
     """The mean of `Task.solved_share` over the group's graded rollouts. None where none is graded."""
-    solved = [task.solved_share(reward) for reward in group.rewards]
+    solved = [task.task_of(group.item).solved_share(reward) for reward in group.rewards]
     return sum(solved) / len(solved) if solved else None
 
 
@@ -26,7 +26,7 @@ def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[
     return {
         "step": float(batch.step),
         "temperature": batch.temperature,
-        **_reward_metrics(task, batch, rollouts),
+        **_reward_metrics(task, batch),
         **_group_metrics(task, batch, update),
         **_category_metrics(task, batch, update),
         **_rollout_metrics(rollouts),
@@ -38,7 +38,8 @@ def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[
     }
 
 
-def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _reward_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
+    rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     rewards = np.asarray([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
     names = sorted({name for rollout in rollouts for name in rollout.parts})
     parts = {
@@ -53,23 +54,28 @@ def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]
         "reward/std": 0.0 if empty else float(rewards.std()),
         "reward/min": 0.0 if empty else float(rewards.min()),
         "reward/max": 0.0 if empty else float(rewards.max()),
-        "success/rate": 0.0 if empty else float(np.mean([task.is_success(reward) for reward in rewards])),
+        "success/rate": 0.0 if empty else float(np.mean(_successes(task, batch.all_groups))),
         **parts,
     }
 
 
+def _successes(task: Task, groups: Sequence[Group]) -> list[bool]:
+    """Whether each graded rollout is a success by the task of its item."""
+    return [task.task_of(group.item).is_success(reward) for group in groups for reward in group.rewards]
+
+
 def _group_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
-    ends = [(min(group.rewards), max(group.rewards)) for group in batch.all_groups if len(group.rewards) > 1]
-    equal = [low for low, high in ends if low == high]
-    good = sum(map(task.is_success, equal))
+    judged = [group for group in batch.all_groups if len(group.rewards) > 1]
+    equal = [group for group in judged if min(group.rewards) == max(group.rewards)]
+    good = sum(task.task_of(group.item).is_success(group.rewards[0]) for group in equal)
     used = _used(batch.all_groups, update)
     return {
         "groups/total": float(len(batch.all_groups)),
         "groups/used": float(used),
-        "groups/untrained": float(len(ends) - len(equal) - used),
+        "groups/untrained": float(len(judged) - len(equal) - used),
         "groups/all_good": float(good),
         "groups/all_bad": float(len(equal) - good),
-        "groups/failed": float(len(batch.all_groups) - len(ends)),
+        "groups/failed": float(len(batch.all_groups) - len(judged)),
         "groups/refilled": float(len(batch.replaced)),
     }
 
@@ -96,7 +102,7 @@ def _category_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> 
         found[f"category/{name}/groups_used"] = float(_used(groups, update))
         if rewards:
             found[f"category/{name}/reward"] = float(np.mean(rewards))
-            found[f"category/{name}/success"] = float(np.mean([task.is_success(reward) for reward in rewards]))
+            found[f"category/{name}/success"] = float(np.mean(_successes(task, groups)))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         found[f"time/category/{name}/grader_mean_s"] = float(
             np.mean([rollout.grader_s for rollout in rollouts] or [0.0])
