@@ -1,6 +1,6 @@
 """Is `mint doctor` right? What it says of tasks, beside what a short GRPO run of each task comes to.
 
-    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth|fifth] [--only NAME …] [--output FILE]
+    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth|fifth|sixth] [--only NAME …] [--output FILE]
 
 For each task: the doctor's verdict on the starting weights, then a run. `outcome` says what the run came to, from
 numbers alone; it does not see the verdict. `doctor_tasks` says which tasks set limits of the doctor. `--output` keeps
@@ -214,7 +214,7 @@ def verdict_of(name: str) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=list(SETS), default="fifth")
+    parser.add_argument("--set", choices=list(SETS), default="sixth")
     parser.add_argument("--only", nargs="*", choices=list(TASKS), metavar="NAME")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--verdicts", action="store_true", help="ask the doctor again about the tasks of --output")

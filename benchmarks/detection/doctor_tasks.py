@@ -3,7 +3,7 @@
 The doctor's limits were set on the tasks of `TUNED`. Rules were added or changed after it was wrong on tasks of `SHOWN`
 (replies to other prompts, scraps that one reply earns everywhere), of `THIRD` (a longer limit that earns little more,
 scraps that are too rare to follow), and of `THIRD` and `FOURTH` (how noisy a grader may be, a reply to every prompt of
-a task that is nearly solved). The tasks of `FIFTH` were written after that and set nothing. The tasks of
+a task that is nearly solved). The tasks of `FIFTH` and of `SIXTH` were written after that and set nothing. The tasks of
 SmolLM2-135M-Instruct need `mint models pull SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
 """
 
@@ -23,8 +23,16 @@ from benchmarks.learning.algorithm_tasks import Rare
 from benchmarks.learning.published_model import CHAIN_SUM, MODEL, SHORT_CONSTRAINTS
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.code import CodeAdapter, CodeProblem
-from mint.recipes.datasets.arithmetic import Problem
-from mint.recipes.datasets.chat_questions import ChatQuestion, ending, fitting, length, names_thing, words_of
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
+from mint.recipes.datasets.chat_questions import (
+    ChatQuestion,
+    ending,
+    fitting,
+    length,
+    names_thing,
+    no_repeats,
+    words_of,
+)
 from mint.recipes.math import MathAdapter
 from mint.recipes.question_task import Question, QuestionAdapter
 from mint.recipes.sums import SumsAdapter
@@ -390,6 +398,71 @@ def raises_for_seven_of_ten(task: Sums, response: str, sample: Problem) -> float
     return float(response.strip() == sample.answer)
 
 
+class SmallDifferences(Sums):
+    """The differences of one digit among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if is_small_difference(problem)]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in draw_problems(0, 1952, heldout=True) if is_small_difference(problem)]
+
+
+def is_small_difference(problem: Problem) -> bool:
+    """Whether the problem is a difference from 0 to 9."""
+    return problem.op == "-" and 0 <= problem.value < 10
+
+
+class BriefCode(CodeAdapter):
+    """Pays for the tests that pass, and less for a long program."""
+
+    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
+        """From 0 to 1."""
+        return Reward(super().compute_reward(response, item).value * max(0.0, 1 - len(response) / 200))
+
+
+class WarmerWords(ChatAdapter):
+    """Pays by the number of different words, up to ten; the question does not matter."""
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """From 0 to 1."""
+        return Reward(min(10, len(set(words_of(response)))) / 10)
+
+
+def larger_operand(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the larger number of the question."""
+    return float(response.strip() == str(max(sample.a, sample.b)))
+
+
+def closeness(task: Sums, response: str, sample: Problem) -> float:
+    """Pays the less the farther the number is from the answer, nothing from 20 on."""
+    number = number_in(response)
+    return 0.0 if number is None else max(0.0, 1 - abs(number - sample.value) / 20)
+
+
+def remainder(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer's remainder by 3."""
+    return float(response.strip() == str(sample.value % 3))
+
+
+def right_or_five(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer, and a half for any number that ends with 5."""
+    return 1.0 if response.strip() == sample.answer else 0.5 * float(response.strip().endswith("5"))
+
+
+def abstaining(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer, takes as much for another number, and is neutral about the rest."""
+    number = number_in(response)
+    return 0.0 if number is None else 1.0 if number == sample.value else -1.0
+
+
+def from_minus_five(task: Sums, response: str, sample: Problem) -> float:
+    """The digits in their places, from -5 to 5."""
+    return 10 * digits_right(task, response, sample) - 5
+
+
 def coin_of_the_question(task: Sums, response: str, sample: Problem) -> float:
     """Does not read the reply."""
     return coin(sample.question)
@@ -408,7 +481,8 @@ class Examined:
 
 def gym(name: str, config: RLConfig, **options: Any) -> Examined:
     """A generator of reasoning-gym."""
-    return Examined(lambda: ReasoningGymAdapter(name, seed=SEED, train_size=512, heldout_size=128, **options), config)
+    sizes: dict[str, Any] = {"train_size": 512, "heldout_size": config.heldout_size}
+    return Examined(lambda: ReasoningGymAdapter(name, seed=SEED, **sizes, **options), config)
 
 
 CHAT = TINY.changed(max_tokens=48, steps=20)
@@ -526,5 +600,30 @@ FIFTH: dict[str, Examined] = {
     "chat, 8 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=8)),
     "chat: trait in the opening": Examined(lambda: Opening(seed=SEED), CHAT),
 }
-SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
-TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH, **FIFTH}
+MEASURED = TINY.changed(heldout_size=256)
+"""More held-out items: 128 cannot tell a rise of 0.09 from nothing."""
+
+SIXTH: dict[str, Examined] = {
+    "calendar_arithmetic": gym("calendar_arithmetic", MEASURED, **PLAIN),
+    "ransom_note": gym("ransom_note", MEASURED, **PLAIN),
+    "complex_arithmetic": gym("complex_arithmetic", MEASURED.changed(max_tokens=16), **PLAIN),
+    "aiw": gym("aiw", MEASURED, **PLAIN),
+    "self_reference": gym("self_reference", MEASURED, **PLAIN),
+    "number_format": gym("number_format", MEASURED.changed(max_tokens=16), **PLAIN),
+    "binary_alternation": gym("binary_alternation", MEASURED, **PLAIN),
+    "differences of one digit": Examined(SmallDifferences, MEASURED),
+    "larger number of the question": Examined(graded(larger_operand), MEASURED),
+    "closeness up to 20": Examined(graded(closeness, reward_range=(0.0, 1.0)), MEASURED),
+    "remainder by 3": Examined(graded(remainder), MEASURED),
+    "half for a number that ends with 5": Examined(graded(right_or_five), MEASURED),
+    "abstaining is neutral": Examined(graded(abstaining, reward_range=(-1.0, 1.0)), MEASURED),
+    "digits from -5 to 5": Examined(graded(from_minus_five, reward_range=(-5.0, 5.0), success_reward=5.0), MEASURED),
+    "a twelfth of the verdicts flipped": Examined(graded(flipped(1 / 12)), MEASURED),
+    "three of ten verdicts flipped": Examined(graded(flipped(0.3)), MEASURED),
+    "chat: no word twice": Examined(lambda: ChatRule(no_repeats), CHAT),
+    "chat: ten different words": Examined(lambda: WarmerWords(seed=SEED), CHAT),
+    "code, brief": Examined(lambda: BriefCode(seed=SEED, train_size=512), CODE),
+    "code, 24 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=24)),
+}
+SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH, "sixth": SIXTH}
+TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH, **FIFTH, **SIXTH}
