@@ -20,6 +20,7 @@
 | `MINT_CLUSTER` | several processes work: `local` (this machine), `auto` (this Ray) or `ray://HOST:PORT` | none |
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
+| `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `MINT_BATCH_INVARIANT` | on a GPU, a sampled row has the same bits in any batch; slower | off |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
@@ -121,6 +122,7 @@ class Settings(BaseSettings):
     cluster: Cluster | None = None
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)
+    collective_timeout_s: float = Field(30.0, gt=0)
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False

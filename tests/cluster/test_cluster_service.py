@@ -97,6 +97,33 @@ def test_a_frozen_rank_is_noticed_and_the_ranks_start_again(
     assert grpo_step(engine, folder, 0) == first
 
 
+def test_a_rank_that_is_stuck_while_another_waits_is_noticed_and_the_ranks_start_again(
+    folder: Path, engine: ClusterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop_in_the_next_pass(_engine: Engine) -> None:
+        from torch.distributed import distributed_c10d
+
+        from mint.engine import training_pass
+
+        def loop(*_arguments: object, **_named: object) -> None:
+            while True:
+                pass
+
+        if distributed_c10d.get_rank() == 1:
+            training_pass._run = loop  # ty: ignore[invalid-assignment]
+
+    open_model(engine, folder)
+    first = grpo_step(engine, folder, 0)
+    engine._run(loop_in_the_next_pass)
+    stuck = engine.processes[1]
+    monkeypatch.setattr(engine._group, "_deadline_s", 5.0)
+    with pytest.raises(ModelsLostError, match="rank 1 is stuck"):
+        grpo_step(engine, folder, 1)
+    wait_until(lambda: not Path(f"/proc/{stuck}").exists())
+    open_model(engine, folder)
+    assert grpo_step(engine, folder, 0) == first
+
+
 def test_an_error_is_raised_as_by_one_process_and_the_ranks_live_on(folder: Path, engine: ClusterEngine) -> None:
     open_model(engine, folder)
     processes = engine.processes

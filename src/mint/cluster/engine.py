@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.cluster.groups import RankGroup, RankLostError
+from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
 from mint.cluster.local_sampling import LocalSampling
 from mint.cluster.packed_values import PackedData, PackedResult
 from mint.cluster.rank import Work
@@ -73,17 +73,26 @@ class ClusterEngine:
     lanes = 2
 
     def __init__(
-        self, own: TorchEngine, open_engine: OpenReplica, trainers: int, *, samplers: int = 0, place: Place = HERE
+        self,
+        own: TorchEngine,
+        open_engine: OpenReplica,
+        trainers: int,
+        *,
+        samplers: int = 0,
+        place: Place = HERE,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
 
         `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
-        the first sample, at `place`.
+        the first sample, at `place`. All ranks start again if one waits for others for `deadline_s`, and none takes a
+        step meanwhile.
         """
         self._own = own
         self._place = place
         self._open_engine = open_engine
         self._trainers = trainers
+        self._deadline_s = deadline_s
         self._sampling: LocalSampling | Replicas
         if samplers:
             check_base = partial(self._require_same, "a replica")
@@ -346,8 +355,11 @@ class ClusterEngine:
         wanted = self._trainers
         for _ in range(START_ATTEMPTS - 1):
             with contextlib.suppress(RankLostError):
-                return RankGroup(self._open_engine, wanted, place=self._place)
-        return RankGroup(self._open_engine, wanted, place=self._place)
+                return self._new_group(wanted)
+        return self._new_group(wanted)
+
+    def _new_group(self, wanted: int) -> RankGroup:
+        return RankGroup(self._open_engine, wanted, place=self._place, deadline_s=self._deadline_s)
 
     def _guard(self, call: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""A group of ranks as Ray actors: starts them in one placement group, gives work to all, notices who died or is frozen.
+"""A group of ranks as Ray actors: starts them in one placement group, gives work to all, notices who is lost.
 
 A group lives as long as all its ranks. If one is lost, the others wait for it in a collective, so the whole group is
 ended (`RankLostError`).
@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mint.cluster.answers import Answer
+from mint.cluster.collectives.progress import Watch
 from mint.cluster.processes import Process, end_process
 from mint.cluster.rank import OpenEngine, Rank, Work
 from mint.cluster.ray_runtime import HERE, RANK, InOnePiece, Place, RayStartError, first_line, start_ray
@@ -39,6 +40,9 @@ HEARTBEAT_S = 2.0
 SILENCE_S = 30.0
 """A rank is frozen if it gives no sign of life for so long. The thread that gives it computes nothing."""
 
+DEADLINE_S = 30.0
+"""The ranks are stuck if one waits for others, and none takes a step for so long: a layer, or a collective."""
+
 
 class RankLostError(RuntimeError):
     """A rank has died or is frozen, and the group has been ended."""
@@ -48,7 +52,13 @@ class RankGroup:
     """The ranks of one group. One thread at a time uses it."""
 
     def __init__(
-        self, open_engine: OpenEngine, world: int, *, place: Place = HERE, silence_s: float = SILENCE_S
+        self,
+        open_engine: OpenEngine,
+        world: int,
+        *,
+        place: Place = HERE,
+        silence_s: float = SILENCE_S,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         """Starts `world` ranks, or fewer if there is no room for so many; returns when all have joined. Starts Ray
         first, if it does not run.
@@ -59,6 +69,7 @@ class RankGroup:
         """
         self.wanted = world
         self._silence_s = silence_s
+        self._deadline_s = deadline_s
         self._processes: list[Process] = []
         self._ranks: list[Any] = []
         try:
@@ -97,7 +108,7 @@ class RankGroup:
         """Does the work on every rank; returns the value of the first one.
 
         Raises:
-            RankLostError: a rank has died or is frozen, or has failed where others have not: the group is ended.
+            RankLostError: a rank has died, is frozen or stuck, or has failed where others have not: the group is ended.
             Exception: what all ranks have raised; the group can go on.
         """
         return self._values(work, every=False)[0]
@@ -128,7 +139,7 @@ class RankGroup:
 
     def _wait(self, running: Sequence[Any]) -> list[Answer]:
         """The answers of all ranks."""
-        silent_since = [time.monotonic()] * self.world
+        watch = Watch(self.world, silence_s=self._silence_s, deadline_s=self._deadline_s, now=time.monotonic())
         asked: dict[Any, int] = {}  # reference → rank
         waiting = list(running)
         try:
@@ -139,14 +150,13 @@ class RankGroup:
                 ray.get([reference for reference in running if reference not in waiting])  # raises if a rank has died
                 alive, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
                 for reference in alive:
-                    ray.get(reference)
-                    silent_since[asked.pop(reference)] = time.monotonic()
-                for rank, since in enumerate(silent_since):
-                    silence_s = time.monotonic() - since
-                    if running[rank] in waiting and silence_s > self._silence_s:
-                        self._lose(f"rank {rank} (process {self.pids[rank]}) is silent since {silence_s:.0f} s")
-                    if rank not in asked.values():
-                        asked[self._ranks[rank].is_alive.remote()] = rank
+                    watch.hear(asked.pop(reference), ray.get(reference), time.monotonic())
+                working = [rank for rank, reference in enumerate(running) if reference in waiting]
+                reason = watch.find_lost(working, time.monotonic())
+                if reason is not None:
+                    self._lose(f"{reason}; the processes of the ranks are {', '.join(map(str, self.pids))}")
+                for rank in set(range(self.world)) - set(asked.values()):
+                    asked[self._ranks[rank].progress.remote()] = rank
             return ray.get(list(running))
         except RayError as error:
             self._lose(f"a rank has died: {first_line(error)}", error)

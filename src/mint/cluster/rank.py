@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 
 from mint.cluster.answers import Answer, portable
+from mint.cluster.collectives.progress import Progress, Report
 from mint.cluster.processes import Process, free_port, interface_of, loopback, node_address
 from mint.cluster.ray_runtime import InOnePiece, on_thread
 from mint.cluster.sums import Ranks
@@ -35,6 +36,7 @@ class Rank:
     def __init__(self, open_engine: OpenEngine) -> None:
         self._open_engine = open_engine
         self._engine: Engine | None = None
+        self._progress = Progress()
 
     def meeting(self) -> str:
         """Where all ranks of a group on several machines meet: an address of this process."""
@@ -48,7 +50,7 @@ class Rank:
             if interface is not None:
                 use_interface(interface)
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-            self._engine = self._open_engine(Ranks())
+            self._engine = self._open_engine(Ranks(self._progress))
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
             return Answer(error=portable(error))
@@ -69,6 +71,6 @@ class Rank:
         return Answer(value if keeps_value else None)
 
     @on_thread("health")
-    def is_alive(self) -> bool:
-        """True, from a process that is not frozen. Another thread than that of `run` answers."""
-        return True
+    def progress(self) -> Report:
+        """How far this rank is. Another thread than that of `run` answers, unless the process is frozen."""
+        return self._progress.report

@@ -10,7 +10,8 @@ Runs on `torch.distributed`; knows neither Ray nor engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mint.cluster.collectives.layer_edges import CountedLayers
+from mint.cluster.collectives.progress import Progress
 from mint.cluster.ranges import divide
 from mint.engine.reductions.division import ALONE, Division, PassOutcome
 from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
@@ -27,23 +30,39 @@ from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
 class Ranks:
     """`Peers` over the default process group, which is a gloo group; tensors are in the memory of the CPU."""
 
+    def __init__(self, progress: Progress | None = None) -> None:
+        """`progress` counts what this rank does."""
+        self._progress = Progress() if progress is None else progress
+
     def divide(self, costs: Sequence[int]) -> Division:
         """Divides micro-batches of these costs in contiguous ranges."""
         if dist.get_world_size() == 1:
             return ALONE.divide(costs)
-        return _DividedPass(divide(costs, dist.get_world_size()), dist.get_rank())
+        return _DividedPass(divide(costs, dist.get_world_size()), dist.get_rank(), self._progress)
 
     def worst(self, own: PassOutcome) -> PassOutcome:
         """The worst outcome of all ranks."""
         worst = torch.tensor(int(own))
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        with self._progress.waiting():
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
         return PassOutcome(int(worst))
+
+    @contextmanager
+    def micro_batch(self) -> Generator[None]:
+        """Counts a micro-batch."""
+        yield
+        self._progress.advance()
+
+    def layer_source(self) -> CountedLayers:
+        """Counts layers."""
+        return CountedLayers(self._progress)
 
 
 @dataclass(frozen=True)
 class _DividedPass:
     ranges: Sequence[range]
     rank: int
+    progress: Progress
     is_shared: bool = True
 
     @property
@@ -57,15 +76,18 @@ class _DividedPass:
         mine = [pad(sums[node], (0, length * world - size)).split(length) for node in nodes[self.rank]]
         sent = torch.cat([own[to] for to in range(world) for own in mine] or [torch.empty(0)])
         received = torch.empty(length * sum(map(len, nodes)))
-        dist.all_to_all_single(
-            received,
-            sent,
-            [length * len(of_rank) for of_rank in nodes],
-            [length * len(mine)] * world,
-        )
+        with self.progress.waiting():
+            dist.all_to_all_single(
+                received,
+                sent,
+                [length * len(of_rank) for of_rank in nodes],
+                [length * len(mine)] * world,
+            )
         slices = dict(zip((node for of_rank in nodes for node in of_rank), received.split(length), strict=True))
         whole = torch.empty(length * world)
-        dist.all_gather_into_tensor(whole, whole_sum(count, slices).contiguous())
+        joined = whole_sum(count, slices).contiguous()
+        with self.progress.waiting():
+            dist.all_gather_into_tensor(whole, joined)
         return whole[:size]
 
     def join(self, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -73,6 +95,7 @@ class _DividedPass:
         longest = max(counts)
         own = pad(torch.from_numpy(values), (0, longest - len(values)))
         gathered = torch.empty(longest * len(counts), dtype=torch.float64)
-        dist.all_gather_into_tensor(gathered, own)
+        with self.progress.waiting():
+            dist.all_gather_into_tensor(gathered, own)
         parts = gathered.split(longest) if longest else [gathered] * len(counts)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).numpy()

@@ -63,6 +63,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         settings.trainers,
         samplers=settings.samplers,
         place=Place(settings.cluster, cpus=settings.threads),
+        deadline_s=settings.collective_timeout_s,
     )
 
 

@@ -341,6 +341,7 @@ class TorchEngine:
                     micro_batch_rows=self._micro_batch_rows,
                     caches=self._caches,
                     quantization=self._quantize,
+                    layer_source=self._peers.layer_source(),
                 )
         if self._quantize is not None:
             raise InvalidRequestError(

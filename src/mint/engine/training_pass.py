@@ -162,7 +162,8 @@ def _try(
 
     def run(batch: MicroBatch) -> None:
         recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
-        _run(decoder, lora, data, batch, loss, results, gradient=gradient is not None, recompute=recompute)
+        with peers.micro_batch():
+            _run(decoder, lora, data, batch, loss, results, gradient=gradient is not None, recompute=recompute)
 
     try:
         batches = decoder.pack(data, attempt.rows)

@@ -17,6 +17,7 @@ from mint.engine.memory.micro_batches import MIN_ROWS, activation_budget, bytes_
 from mint.engine.memory.sampling_limits import SamplingLimits, fit_limits, prompt_token_bytes
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
+from mint.engine.model.weights import LayerSource
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.sampling.kv_cache import KVCache, fitting_bytes
@@ -47,6 +48,7 @@ class DecoderBase(BaseModel):
         micro_batch_rows: int | None,
         caches: CacheSizes,
         quantization: Quantization | None,
+        layer_source: LayerSource | None = None,
     ) -> None:
         """Reads the weights; the caches are made at the first sample.
 
@@ -58,7 +60,7 @@ class DecoderBase(BaseModel):
         device.require_batch_invariance(name, config, quantized=quantization is not None)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
-        self._decoder = Decoder(config, tensors, operations, quantization, offloaded if offload else None)
+        self._decoder = Decoder(config, tensors, operations, quantization, offloaded if offload else None, layer_source)
         self._device = device
         budget = activation_budget(
             operations,

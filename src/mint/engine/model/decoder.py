@@ -44,7 +44,15 @@ from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.mixture_of_experts import SharedExpert
 from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
 from mint.engine.model.weight_loader import load_weights
-from mint.engine.model.weights import AttentionWeights, DeltaNetWeights, MixtureWeights, list_sites, shared_site
+from mint.engine.model.weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerRun,
+    LayerSource,
+    MixtureWeights,
+    list_sites,
+    shared_site,
+)
 from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, state_spans
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.quantized.number_formats import Quantization
@@ -78,9 +86,11 @@ class Decoder:
         operations: Operations,
         quantization: Quantization | None = None,
         offloaded: Callable[[torch.device], AbstractContextManager[None]] | None = None,
+        layer_source: LayerSource | None = None,
     ) -> None:
         """Takes every tensor of a Hugging Face state dict; `quantization` as in `load_weights`. A forward that keeps
-        the inputs of layers alone runs within `offloaded`, if given, which says where they are kept.
+        the inputs of layers alone runs within `offloaded`, if given, which says where they are kept. Each layer runs as
+        `layer_source`, if given, says.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
@@ -88,6 +98,7 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size
         self._offloaded = offloaded
+        self._layer_source = layer_source
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
@@ -164,7 +175,9 @@ class Decoder:
             saving = self._offloaded(self.device)
         with saving:
             for index in range(len(self.weights.layers)):
-                layer = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
+                layer: LayerRun = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
+                if self._layer_source is not None:
+                    layer = self._layer_source.around(index, layer)
                 x = recomputed(layer, x) if recompute else layer(x)
         hidden = Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)
         return hidden[: count if rows is None else len(rows)]

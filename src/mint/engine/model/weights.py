@@ -8,8 +8,9 @@ Of a delta net: C channels of the convolution · K its rows · N value heads · 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -113,6 +114,19 @@ class BaseWeights:
                 name, mlp = shared_site(index), layer.mlp.shared.mlp
                 found |= {f"{name}.gate_up": mlp.gate_up, f"{name}.down": mlp.down}
         return found
+
+
+LayerRun = Callable[[Tensor], Tensor]
+"""Runs one layer over its input [T, E]."""
+
+
+class LayerSource(Protocol):
+    """Where the matrices of one base's layers come from: the seam between the decoder and what holds them elsewhere."""
+
+    def around(self, index: int, run: LayerRun) -> LayerRun:
+        """`run`, with what has to happen before and after the layer, in a forward and in its backward. The bits of
+        results and gradients are those of `run`."""
+        ...
 
 
 def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:

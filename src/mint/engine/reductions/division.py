@@ -7,6 +7,7 @@ Knows vectors, not models. `mint.cluster` has the division among several.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.gradient_sum import whole_sum
 
 
@@ -64,6 +66,14 @@ class Peers(Protocol):
         """The worst outcome of all processes; each calls this once in every pass, also one that has failed."""
         ...
 
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Around each micro-batch that this process computes."""
+        ...
+
+    def layer_source(self) -> LayerSource | None:
+        """For the layers of one more base; None: their matrices stay where they were loaded."""
+        ...
+
 
 class Alone:
     """One process, which computes everything."""
@@ -73,6 +83,12 @@ class Alone:
 
     def worst(self, own: PassOutcome) -> PassOutcome:
         return own
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def layer_source(self) -> LayerSource | None:
+        return None
 
 
 @dataclass(frozen=True)

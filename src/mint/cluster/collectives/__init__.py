@@ -1,0 +1,1 @@
+"""What the ranks of a group do in step, and how they notice that one does not."""
