@@ -154,6 +154,7 @@ def _open(self: Any, native: build.NativeBuild | Path) -> None:
 
 
 build.COMPILERS = (COMPILER,)
+build.target_name = lambda: "linux_aarch64_glibc"
 instruction_sets.SETS = (InstructionSet("neon", frozenset(), frozenset(), ()),)
 kernels.NativeKernels.__init__ = _open
 

@@ -81,6 +81,50 @@ def test_other_flags_give_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "other", ["linux_aarch64_glibc", "linux_x86_64_musl", "darwin_arm64"], ids=["arm", "musl", "macos"]
+)
+def test_machines_of_two_kinds_share_a_folder_and_neither_takes_the_others_files(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "SOURCES", FEW)
+    instructions = instruction_set("portable")  # the same flags on every machine
+    own = NativeBuild(tmp_path, instructions=instructions.name).libraries()
+    digest = sources_digest(instructions)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(native_build, "target_name", lambda: other)
+        theirs = NativeBuild(tmp_path, instructions=instructions.name).libraries()
+        assert sources_digest(instructions) == digest  # what a run records, so that it goes on
+    assert not set(own.values()) & set(theirs.values())
+    assert all(native_build.target_name() in library.name for library in own.values())
+    assert all(other in library.name for library in theirs.values())
+    monkeypatch.setattr(native_build, "COMPILERS", ())
+    assert NativeBuild(tmp_path, instructions=instructions.name).libraries() == own
+
+
+def test_the_name_of_this_machine_has_its_system_processor_and_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "confstr_names", {"CS_GNU_LIBC_VERSION": 2})
+    assert native_build.target_name() == "linux_aarch64_glibc"
+    monkeypatch.setattr(os, "confstr_names", {"CS_PATH": 0})
+    assert native_build.target_name() == "linux_aarch64_musl"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert native_build.target_name() == "darwin_arm64"
+
+
+@needs_compiler
+def test_a_library_that_this_system_cannot_load_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = shutil.copy("/bin/sh", tmp_path / "threads.so")
+    monkeypatch.setattr(NativeBuild, "libraries", lambda self: {"threads": Path(foreign)})
+    with pytest.raises(MissingExtraError, match=rf"cannot be loaded.*Delete {tmp_path}"):
+        NativeKernels(tmp_path)
+
+
+@needs_compiler
 def test_their_digest_is_that_of_instructions_flags_and_sources_but_for_comments(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """Compiles the engine's kernels in C for this machine, in background threads while torch is imported.
 
-Libraries are cached in a folder by source, flags and set of instructions. The compiler is not part of the key: its
-upgrade must not change the bits of a run in progress.
+Libraries are cached in a folder by target, source, flags and set of instructions, so that machines of several kinds may
+share a home folder. The compiler is not part of the key: its upgrade must not change the bits of a run in progress.
+Neither is the C library's version.
 
 A library is code that runs with the rights of its user. Therefore the folder is the user's own, and the name of each
 file ends in the checksum of its content: a file that is cut off, damaged or written by somebody else is compiled again.
@@ -104,14 +105,14 @@ def sources_digest(instructions: InstructionSet) -> str:
 def _library(folder: Path, source: Path, instructions: InstructionSet) -> Path:
     """The library of a source, compiled if neither the package nor the folder has a sound one."""
     key = _key(source, instructions)  # before it is compiled: an upgrade may replace the source meanwhile
-    for library in sorted((PREBUILT / instructions.name).glob(f"{source.stem}-{key}-*.so")):
+    for library in sorted((PREBUILT / instructions.name).glob(f"{source.stem}-{target_name()}-{key}-*.so")):
         # Belongs to whoever has installed the package, as its Python files do.
         if _is_whole(library):
             return library
         log.warning("%s is not loaded: its content is not what was compiled. Install mint again", library)
     try:
         _make_private(folder)
-        for library in sorted(folder.glob(f"{source.stem}-{key}-*.so")):
+        for library in sorted(folder.glob(f"{source.stem}-{target_name()}-{key}-*.so")):
             if (fault := _fault_of(library)) is None:
                 return library
             log.warning("%s is not loaded but compiled again: %s", library, fault)
@@ -122,11 +123,18 @@ def _library(folder: Path, source: Path, instructions: InstructionSet) -> Path:
 
 
 def _key(source: Path, instructions: InstructionSet) -> str:
-    """The checksum of the source, the headers and the flags of a library, and of the machine for which it is
-    compiled."""
+    """The checksum of the source, the headers and the flags of a library."""
     texts = (path.read_text() for path in (source, *HEADERS))
-    made_of = "\n".join([*texts, *FLAGS, *instructions.flags, sys.platform, platform.machine()])
-    return _checksum(made_of.encode())
+    return _checksum("\n".join([*texts, *FLAGS, *instructions.flags]).encode())
+
+
+def target_name() -> str:
+    """Which systems can load what is compiled here: the operating system, the processor's architecture and, on Linux,
+    the C library, as in `linux_x86_64_glibc`. It is no part of `sources_digest`."""
+    parts = [sys.platform, platform.machine()]
+    if sys.platform == "linux":
+        parts.append("glibc" if "CS_GNU_LIBC_VERSION" in os.confstr_names else "musl")
+    return "_".join(parts)
 
 
 def _make_private(folder: Path) -> None:
@@ -199,7 +207,7 @@ def _compile(folder: Path, source: Path, key: str, instructions: InstructionSet)
             )
         made.chmod(0o700)  # whatever the umask is
         _sync(made)
-        library = folder / f"{source.stem}-{key}-{_checksum(made.read_bytes())}.so"
+        library = folder / f"{source.stem}-{target_name()}-{key}-{_checksum(made.read_bytes())}.so"
         made.replace(library)  # atomic, also with two processes at once
     _sync(folder)
     return library

@@ -20,6 +20,7 @@ from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.recording import present
 from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
 from mint.engine.memory.machine_memory import HugePages
+from mint.errors import MissingExtraError
 
 HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
 """Head dimensions that the kernels are compiled for."""
@@ -40,14 +41,14 @@ class NativeKernels:
         """Waits for `build`, or compiles into a folder.
 
         Raises:
-            MissingExtraError: there is no C compiler, or it refuses.
+            MissingExtraError: there is no C compiler, or it refuses, or this system cannot load what was compiled.
         """
         native = NativeBuild(build) if isinstance(build, Path) else build
         places = native.libraries()
         self.instructions = native.instructions.name
         self.digest = native.digest
         """With the set of instructions it decides their bits: see `NativeBuild.digest`."""
-        libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
+        libraries = {source: _load(place) for source, place in places.items()}
         self.threads = NativeThreads(libraries.pop("threads"))
         self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}
         """The kernels of each file in C, by its name without suffix."""
@@ -59,6 +60,17 @@ class NativeKernels:
         if memory is None:
             return torch.empty(*shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # compiled on a machine with a newer C library that has the same home folder
+        raise MissingExtraError(
+            f"the compiled kernels cannot be loaded: {error}",
+            remedy=f"Delete {library.parent}, so that this machine compiles them, or set MINT_NATIVE=0 to compute "
+            "with torch's kernels",
+        ) from error
 
 
 class KernelLibrary:
