@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 MAX_BASE_MB = 80
-"""What the base install may take, in MiB and without bytecode: no large dependency comes in unnoticed."""
+"""What the base install may take, in MiB and with bytecode: no large dependency comes in unnoticed."""
 
 SMOKE = """
 from pathlib import Path
@@ -103,7 +103,7 @@ def check_sdist(sdist: Path) -> None:
 
 
 def try_wheel(wheel: Path, version: str) -> None:
-    """Installs the wheel alone into a new environment; the SDK, its tokenizer and the command line work there."""
+    """Installs the wheel alone into a new environment, where the SDK and its tokenizer work; then the command line."""
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin" / "python"
         run(sys.executable, "-m", "venv", folder)
@@ -111,18 +111,19 @@ def try_wheel(wheel: Path, version: str) -> None:
         run(str(python), "-I", "-c", SMOKE)
         told = subprocess.run([python.with_name("mint"), "--version"], capture_output=True, text=True, check=True)
         require(told.stdout == f"mint {version}\n", f"mint --version says {told.stdout!r}")
-        run(str(python.with_name("mint")), "--help", quiet=True)
         size_mb = installed_mb(Path(folder))
         print(f"the base install takes {size_mb:.0f} MB")
         require(size_mb <= MAX_BASE_MB, f"the base install takes {size_mb:.0f} MB, more than {MAX_BASE_MB}")
+        run(str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints/cpu.txt"), f"{wheel}[cli]")
+        run(str(python.with_name("mint")), "--help", quiet=True)
 
 
 def installed_mb(environment: Path) -> float:
-    """The disk that the packages of an environment take, without pip, setuptools and Python's bytecode, in MiB."""
+    """The disk that the packages of an environment take, without pip and setuptools, in MiB."""
     [packages] = environment.glob("lib/python*/site-packages")
     tools = ("pip", "setuptools", "_distutils_hack", "pkg_resources")
     files = (path for path in packages.rglob("*") if not path.relative_to(packages).parts[0].startswith(tools))
-    return sum(path.lstat().st_blocks for path in files if path.suffix != ".pyc") * 512 / 2**20
+    return sum(path.lstat().st_blocks for path in files) * 512 / 2**20
 
 
 def require(fulfilled: bool, fault: str) -> None:

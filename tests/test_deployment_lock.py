@@ -15,7 +15,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = (ROOT / "constraints" / "deployment.txt").read_text()
-EXTRAS = ("rl", "local", "structured", "tasks", "trackers")
+EXTRAS = ("cli", "rl", "local", "structured", "tasks", "trackers")
 """Those of a deployment. The others are for development, or ask for older packages than these (`verifiers`)."""
 
 ENTRY = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^ ;]+)(?P<rest>[^\\\n]*(?:\\\n[^\\\n]*)*)", re.MULTILINE)

@@ -94,5 +94,5 @@ def test_an_array_can_be_copied_and_pickled(again: Any) -> None:
 def test_what_is_left_to_numpy_says_so() -> None:
     array = plain.asarray([1, 2])
     for use in (lambda: array.sum(), lambda: array == 1, lambda: array.reshape(2, 1)[0]):
-        with pytest.raises(AttributeError, match=r"needs numpy.*pip install numpy"):
+        with pytest.raises(AttributeError, match=r"needs the package numpy.*pip install numpy"):
             use()

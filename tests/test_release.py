@@ -103,7 +103,7 @@ def test_the_wheel_and_the_sdist_hold_what_they_should(packages: tuple[Path, Pat
 def test_the_package_installs_and_works_on_each_python(
     version: str, kind: str, packages: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The base install, without transformers, torch or a server: the SDK, its tokenizer, the command line."""
+    """The base install, without transformers, torch, a server or a command line; then the extra `cli`."""
     subprocess.run([interpreter(version), "-m", "venv", tmp_path / "bare"], check=True)
     bare = tmp_path / "bare" / "bin"
     package = packages[kind == "sdist"]
@@ -113,6 +113,11 @@ def test_the_package_installs_and_works_on_each_python(
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MINT_HOME": str(tmp_path)}
     told = subprocess.run([bare / "mint", "--version"], env=clean, capture_output=True, text=True, check=True)
     assert told.stdout == f"mint {VERSION}\n"
+    alone = subprocess.run([bare / "mint", "runs", "list"], env=clean, capture_output=True, text=True)
+    assert alone.returncode == 1 and "Traceback" not in alone.stderr
+    assert all(f"pip install 'mint[{extra}] @ file://" in alone.stderr for extra in ("cli", "rl", "local"))
+    assert script("release").installed_mb(tmp_path / "bare") <= script("release").MAX_BASE_MB
+    subprocess.run([bare / "python", "-m", "pip", "install", "-q", "-c", pins, f"{package}[cli]"], check=True)
     for command in LOCAL_COMMANDS:
         ended = subprocess.run([bare / "mint", *command.split()], env=clean, capture_output=True, text=True)
         assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr

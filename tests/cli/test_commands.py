@@ -205,6 +205,25 @@ def test_the_version_is_printed() -> None:
     assert (answer.exit_code, answer.stdout) == (0, f"mint {VERSION}\n")
 
 
+def test_the_package_runs_as_the_command_line() -> None:
+    command = [sys.executable, "-m", "mint", "train", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "python -m mint train" in ended.stdout and "steps=50" in ended.stdout
+
+
+@pytest.mark.parametrize("words", ["", "--help", "serve", "runs list", "doctor"])
+def test_the_base_install_has_no_command_line_and_says_what_has_one(words: str, tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules.update(rich=None, typer=None)"
+    code = f"{hidden}; from mint.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, timeout=120)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert line.startswith("MissingExtraError: the command line needs the package ")
+    assert all(install_command(extra) in line for extra in ("local", "rl", "cli"))
+    told = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"mint {VERSION}\n"
+
+
 LOCAL_COMMANDS = (
     *("serve", "dashboard", "demo math --yes", "export a -o b"),
     *(

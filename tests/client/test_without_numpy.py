@@ -76,13 +76,19 @@ def test_a_client_without_numpy_gets_what_a_client_with_numpy_gets(tmp_path: Pat
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import mint.rl", r"mint.rl needs numpy. pip install .*\[rl\]'"),
+        ("import mint.rl", r"mint.rl needs the package numpy, which is not installed. pip install .*\[rl\]'"),
         (
             "import mint; mint.ServiceClient().session_id",
             r"needs the package numpy.* pip install .*\[local\]' to compute on this machine, or set MINT_BASE_URL",
         ),
-        ("from mint.types import TensorData; TensorData([1], 'int64').to_numpy()", "needs numpy. pip install numpy"),
-        ("from mint.types import ModelInput; ModelInput.from_ints([1]).to_numpy()", "needs numpy. pip install numpy"),
+        (
+            "from mint.types import TensorData; TensorData([1], 'int64').to_numpy()",
+            "needs the package numpy, which is not installed. pip install numpy",
+        ),
+        (
+            "from mint.types import ModelInput; ModelInput.from_ints([1]).to_numpy()",
+            "needs the package numpy, which is not installed. pip install numpy",
+        ),
     ],
 )
 def test_what_needs_numpy_says_what_to_install(code: str, message: str) -> None:

@@ -169,7 +169,13 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _missing(error: ImportError) -> MissingExtraError:
+    package = error.name if isinstance(error, ModuleNotFoundError) else None
+    needed = (
+        f"a package that does not load ({error})"
+        if package is None
+        else f"the package {package}, which is not installed"
+    )
     return MissingExtraError(
-        f"running models on this machine needs an optional part of mint ({error})",
+        f"running models on this machine needs {needed}",
         remedy=f"{install_command('local')}, or set MINT_BASE_URL to a server",
     )

@@ -29,6 +29,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *("torch", "transformers", "starlette", "uvicorn", "httptools", "safetensors", "gguf", "zstandard"),
         *("python_multipart", "structlog", "prometheus_client", "matplotlib", "math_verify", "pydantic_monty"),
     ),
+    "cli": ("rich", "typer"),
     "rl": ("numpy",),
     "structured": ("llguidance",),
     "tasks": ("datasets", "reasoning_gym"),

@@ -5,9 +5,12 @@ from mint.extras import install_command
 
 try:
     import numpy  # noqa: F401  # the base install is without
+    import rich  # noqa: F401
 except ModuleNotFoundError as error:
     to_install = f"{install_command('rl')}; or {install_command('local')} to train on this machine"
-    raise MissingExtraError("mint.rl needs numpy", remedy=to_install) from error
+    raise MissingExtraError(
+        f"mint.rl needs the package {error.name}, which is not installed", remedy=to_install
+    ) from error
 
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
 from mint.rl.analysis.diagnosis import diagnose

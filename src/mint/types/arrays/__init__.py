@@ -25,4 +25,4 @@ __all__ = ["HAS_NUMPY", "np", "require_numpy"]
 def require_numpy(what: str) -> None:
     """Raises `MissingExtraError` if numpy, which `what` needs, is not installed."""
     if not HAS_NUMPY:
-        raise MissingExtraError(f"{what} needs numpy", remedy="pip install numpy")
+        raise MissingExtraError(f"{what} needs the package numpy, which is not installed", remedy="pip install numpy")

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 if sys.byteorder != "little":  # the messages are little-endian, and memoryview reads the machine's order
-    raise ModuleNotFoundError("this machine is big-endian, where mint needs numpy: pip install numpy", name="numpy")
+    raise ModuleNotFoundError(
+        "mint needs the package numpy on a big-endian machine, and it is not installed. pip install numpy", name="numpy"
+    )
 
 
 class dtype:
@@ -241,4 +243,4 @@ def _kind(flat: Sequence[Any]) -> dtype:
 
 
 def _needs_numpy(what: str) -> AttributeError:
-    return AttributeError(f"{what} needs numpy, which is not installed. pip install numpy")
+    return AttributeError(f"{what} needs the package numpy, which is not installed. pip install numpy")
