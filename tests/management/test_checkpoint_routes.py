@@ -319,7 +319,13 @@ def test_a_download_is_whole_or_is_not_there(place: Place, tmp_path: Path) -> No
     path = trainer.save_state("one").result().path
     rest = place.rest("alice")
     archive = rest.download_checkpoint(path, tmp_path).result()
-    assert archive == tmp_path / "weights-one.tar.gz"
+    run = path.removeprefix("mint://").partition("/")[0]
+    assert archive == tmp_path / f"{run.replace(':', '-')}-weights-one.tar.gz"
+    archive.write_bytes(b"mine")
+    taken = refusal(lambda: rest.download_checkpoint(path, tmp_path).result())
+    assert isinstance(taken, InvalidRequestError) and archive.name in str(taken) and "overwrite" in str(taken)
+    assert archive.read_bytes() == b"mine"
+    assert rest.download_checkpoint(path, tmp_path, overwrite=True).result().stat().st_size > len(b"mine")
     assert [kept.name for kept in tmp_path.iterdir() if kept.is_file()] == [archive.name]
     missing = refusal(lambda: rest.download_checkpoint(path.replace("one", "two"), tmp_path / "two").result())
     assert isinstance(missing, NotFoundError)

@@ -181,7 +181,11 @@ def test_an_adapter_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
             archive = tmp_path / mode
             archive.mkdir()
             written = document(run("checkpoints", "download", path, "--output", str(archive), *where, "--json"))
-            assert [part.name for part in archive.iterdir()] == ["weights-one.tar.gz"]
+            [part] = archive.iterdir()
+            assert part.name.endswith("-weights-one.tar.gz") and path.split("/")[2].replace(":", "-") in part.name
+            again = run("checkpoints", "download", path, "--output", str(archive), *where)
+            assert again.exit_code == 1 and "exists already" in again.stderr and "--overwrite" in again.stderr
+            assert run("checkpoints", "download", path, "-o", str(archive), "--overwrite", *where).exit_code == 0
             uploaded = document(run("checkpoints", "upload", written["output"], "--name", mode, *where, "--json"))
             assert uploaded["path"].endswith(f"/weights/{mode}")
             resumed = client.create_training_client_from_state_with_optimizer(uploaded["path"])

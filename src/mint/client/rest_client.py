@@ -20,6 +20,7 @@ from mint.client.session import EmbeddedServer, Session
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import (
     MAX_PAGE,
     AccessScope,
@@ -246,14 +247,19 @@ class RestClient:
 
     get_external_weights_urls_async = awaited(get_external_weights_urls)
 
-    def download_checkpoint(self, path: str, output: str | Path) -> APIFuture[Path]:
-        """Writes a checkpoint's .tar.gz to the file or folder `output`: all of it or nothing."""
+    def download_checkpoint(self, path: str, output: str | Path, *, overwrite: bool = False) -> APIFuture[Path]:
+        """Writes a checkpoint's .tar.gz to the file or folder `output`: all of it or nothing.
+
+        A file that is there is refused, except with `overwrite`.
+        """
 
         async def ask() -> Path:
             located = await self._located(path)
             target = Path(output)
             if target.is_dir():
-                target /= f"{located.checkpoint_id.replace('/', '-')}.tar.gz"
+                target /= CheckpointPath.parse(located.tinker_path).archive_name
+            if not overwrite and target.exists():
+                raise file_transfers.exists_already(target)
             url = (await self._archive(located.tinker_path)).url
             return await file_transfers.download(self._session.server, url, target)
 

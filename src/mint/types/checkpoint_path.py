@@ -45,6 +45,11 @@ class CheckpointPath:
         """The path as sent to clients; the SDK shows `mint://`."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
+    @property
+    def archive_name(self) -> str:
+        """The file that a download is written to where only a folder is named: of this checkpoint and no other."""
+        return f"{self.model_id}-{self.kind}-{self.name}.tar.gz".replace(":", "-")  # some file systems have no colon
+
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
         """The parts of `mint://…` or `tinker://…`.

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
     from mint.types.records import CheckpointsListResponse, PageQuery, TrainingRunsResponse
 
 runs_app = typer.Typer(no_args_is_help=True, help="Models that a service trains, and the run folders of this machine.")
-checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
+checkpoints_app = typer.Typer(
+    no_args_is_help=True,
+    help="Saved weights: list, publish, keep, copy, move, delete. A CHECKPOINT is mint://MODEL_ID/weights/NAME, a "
+    "ckpt_… id, or a run (its last checkpoint): its name, its number or latest.",
+)
 sessions_app = typer.Typer(no_args_is_help=True, help="Sessions, living and ended.")
 models_app = typer.Typer(no_args_is_help=True, help="Base models that can be used by name.")
 models_app.command()(pull)
@@ -48,7 +52,7 @@ DataDir = Annotated[Path | None, typer.Option(help="read this folder as its oper
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="how many at most")]
 Offset = Annotated[int, typer.Option(min=0, help="how many to leave out first")]
 Accessible = Annotated[bool, typer.Option("--accessible", help="also what others have published")]
-CHECKPOINT_HELP = "mint://MODEL_ID/weights/NAME, a ckpt_… id, or a run (its last checkpoint)"
+CHECKPOINT_HELP = "mint://MODEL_ID/weights/NAME, a ckpt_… id, a run (its last checkpoint), or latest"
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT_HELP, autocompletion=complete_run)
 ]
@@ -320,12 +324,13 @@ def copy_checkpoint(
 def download_checkpoint(
     path: CheckpointArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="the .tar.gz to write, or a folder")] = Path(),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a file that is there")] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Writes a checkpoint as a .tar.gz of a PEFT folder."""
     with _storage(data_dir, as_json) as storage:
-        written = storage.download(find_checkpoint(path, data_dir), output)
+        written = storage.download(find_checkpoint(path, data_dir), output, overwrite=overwrite)
         if as_json:
             print_json({"output": str(written), "size_bytes": written.stat().st_size})
         else:

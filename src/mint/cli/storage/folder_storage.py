@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mint.client.connection.file_transfers import exists_already
 from mint.config import Settings
 from mint.engine.bases.lora_layers import lora_layers
 from mint.errors import InvalidRequestError, MintError, NotFoundError
@@ -120,9 +121,11 @@ class FolderStorage:
     def copy(self, request: CopyWeightsRequest) -> str:
         return self._new_checkpoints.copy(OPERATOR, request)
 
-    def download(self, path: str, output: Path) -> Path:
+    def download(self, path: str, output: Path, *, overwrite: bool) -> Path:
         row = find_checkpoint(self._journal(OpenFor.READING), path, reader=OPERATOR)
-        target = output / f"{row.kind}-{row.name}.tar.gz" if output.is_dir() else output
+        target = output / CheckpointPath(row.model_id, row.kind, row.name).archive_name if output.is_dir() else output
+        if not overwrite and target.exists():
+            raise exists_already(target)
         _, content = open_file(self._data_dir / row.folder, ARCHIVE)
         _write_whole(target, content)
         return target

@@ -64,8 +64,8 @@ class ServerStorage:
         )
         return copied.result()
 
-    def download(self, path: str, output: Path) -> Path:
-        return self._rest.download_checkpoint(path, output).result()
+    def download(self, path: str, output: Path, *, overwrite: bool) -> Path:
+        return self._rest.download_checkpoint(path, output, overwrite=overwrite).result()
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
         if not file.is_dir():

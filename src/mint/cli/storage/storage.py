@@ -54,8 +54,11 @@ class Storage(Protocol):
         """Copies a checkpoint; returns the path of the copy."""
         ...
 
-    def download(self, path: str, output: Path) -> Path:
-        """Writes a checkpoint's .tar.gz to the file `output`, or into that folder; returns the file."""
+    def download(self, path: str, output: Path, *, overwrite: bool) -> Path:
+        """Writes a checkpoint's .tar.gz to the file `output`, or into that folder; returns the file.
+
+        A file that is there is refused, except with `overwrite`.
+        """
         ...
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:

@@ -49,6 +49,12 @@ async def archive_url(server: ServerConnection, path: str) -> CheckpointArchiveU
         await asyncio.sleep(BUILD_POLL_S)
 
 
+def exists_already(output: Path) -> InvalidRequestError:
+    """The error for a download whose file is there, and was not to be overwritten."""
+    remedy = "Name another file, or pass overwrite=True (--overwrite on the command line)"
+    return InvalidRequestError(f"exists already in {output.parent}", field="output", value=output.name, remedy=remedy)
+
+
 async def download(server: ServerConnection, url: str, output: Path) -> Path:
     """Writes the file at `url` to `output`: all of it or nothing. No key is sent: the URL is enough.
 
