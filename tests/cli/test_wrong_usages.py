@@ -87,7 +87,7 @@ USAGES = [
     ("train rl task=file:/nope.jsonl", "path = /nope.jsonl", "Give a .jsonl"),
     ("train rl task=file:empty.jsonl", "path = empty.jsonl", "prompt"),
     ("train rl task=math run_dir=/proc/x", "run_dir = /proc/x", "Name a folder that you may write"),
-    ("train rl task=math --resume", "RLConfig.run_dir", "--run-dir"),
+    ("train rl task=math --resume", "resume = True", "--run-dir"),
     ("train rl --steps 3", "--steps", "Write steps=3"),
     ("train rl --task math", "--task", "Write task=math"),
     ("train rl task=math --learning-rate=1e-3", "--learning-rate", "Write learning_rate=1e-3"),

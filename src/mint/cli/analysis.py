@@ -27,8 +27,8 @@ from mint.version import VERSION
 DeviceName = Literal["cpu", "cuda"]
 
 TASK_HELP = (
-    "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, textarena:GAME, ifeval:CONSTRAINTS, file:PATH, "
-    "module:Class or path.py:Class"
+    "math, chat, code, tools, shell, sums, reasoning_gym:NAME, verifiers:NAME, textarena:GAME, ifeval:CONSTRAINTS, "
+    "file:PATH, module:Class or path.py:Class"
 )
 
 
@@ -165,6 +165,7 @@ def bisect(
     from mint.rl.analysis.run_analysis import bisect_run
     from mint.rl.heldout_evaluation import evaluate_checkpoint
 
+    folder = None
     try:
         folder = find_run(run)
         with open_task_of_run(folder, task) as choice, ServiceClient() as service:
@@ -174,6 +175,8 @@ def bisect(
                 lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )
     except MintError as error:
+        if isinstance(error, InvalidRequestError) and error.value == str(folder):
+            error.value = run  # what was typed
         fail(error, as_json=as_json)
     print_regression(Console(stderr=as_json), metric, regression)
     if as_json:
@@ -186,7 +189,9 @@ def doctor(
     ] = None,
     assignments: Assignments = None,
     prompts: Annotated[int, typer.Option(min=1, help="prompts of the task to sample")] = 64,
-    group_size: Annotated[int, typer.Option(min=2, help="completions of each prompt")] = 8,
+    group_size: Annotated[
+        int, typer.Option(min=2, help="completions of each prompt; more measure its pass rate better")
+    ] = 8,
     as_json: Json = False,
 ) -> None:
     """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data. Without a
@@ -265,7 +270,10 @@ def plan(
     context: Annotated[
         int | None, typer.Option(min=1, help="tokens of a sequence, with its prompt; 2048, or all of a shorter context")
     ] = None,
-    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
+    group_size: Annotated[
+        int,
+        typer.Option(min=1, help="completions of each prompt: 8 as in the demos; a run of your own has 4"),
+    ] = 8,
     rank: Annotated[int, typer.Option(min=1, help="of the LoRA, on the default matrices")] = 16,
     device: Annotated[DeviceName | None, typer.Option(help="the one that training would take, if not given")] = None,
     device_memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a device that is not here")] = None,

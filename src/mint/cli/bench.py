@@ -31,7 +31,7 @@ def bench(
     dtype: Annotated[BenchDtype | None, typer.Option(help="of the base model; MINT_DTYPE if not given")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; MINT_THREADS if not given")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts of a step")] = 8,
-    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt: 8 as in the demos")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 48,
     max_tokens: Annotated[int, typer.Option(min=2, help="tokens of each completion")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="measured steps")] = 5,

@@ -68,7 +68,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
     for extra in EXTRAS:
         yield _extra(extra)
     if find_spec("torch") is not None:
-        yield _torch()
+        yield _torch(settings.threads)
         yield _kernels(settings)
     yield _memory()
     yield _disk(settings.home_dir)
@@ -86,12 +86,12 @@ def _extra(extra: str) -> Check:
     return Check(f"mint[{extra}]", "missing", found, install_command(extra))
 
 
-def _torch() -> Check:
+def _torch(threads: int) -> Check:
     try:
         from mint.engine.machine_rates import torch_description  # deferred: torch takes seconds
     except (ImportError, OSError) as error:  # OSError: a shared library of CUDA is missing
         return Check("torch", "problem", f"cannot be loaded: {error}", "install torch again")
-    return Check("torch", "ok", torch_description())
+    return Check("torch", "ok", torch_description(threads))
 
 
 def _kernels(settings: Settings) -> Check:

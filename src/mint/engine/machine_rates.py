@@ -140,7 +140,7 @@ def _seconds(
     return clock() - started_s
 
 
-def torch_description() -> str:
-    """The version of torch, its device and its threads, in words."""
+def torch_description(threads: int) -> str:
+    """The version of torch, its device and the engine's threads, in words."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{torch.__version__} on {device}, {torch.get_num_threads()} threads"
+    return f"{torch.__version__} on {device}, {threads} {'thread' if threads == 1 else 'threads'}"

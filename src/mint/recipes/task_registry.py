@@ -192,10 +192,11 @@ def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], opti
         signature.bind(*place, **options)
     except TypeError as error:
         known = list(signature.parameters)[len(place) :]
+        unknown = {option: value for option, value in options.items() if option not in known}
         raise InvalidRequestError(
             f"does not take these options ({error})",
             field=f"task {name}",
-            value=options,
+            value=unknown or None,
             remedy=f"Its options are {', '.join(known)}" if known else "It has no options",
         ) from error
     return make(*place, **options)

@@ -81,10 +81,10 @@ def open_run(
     """
     if resume and config.run_dir is None:
         raise InvalidRequestError(
-            "is needed to resume a run",
-            field=f"{type(config).__name__}.run_dir",
-            value="None",
-            remedy="Name the folder of the run (on the command line --run-dir FOLDER, or --run-dir latest), or leave "
+            "needs the folder of the run",
+            field="resume",
+            value=True,
+            remedy="Name it as run_dir (on the command line --run-dir FOLDER, or --run-dir latest), or leave "
             "out resume",
         )
     if resume and config.run_dir is not None and not is_run(config.run_dir):

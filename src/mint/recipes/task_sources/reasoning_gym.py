@@ -184,6 +184,6 @@ def _create(name: str, **options: Any) -> Any:
         raise InvalidRequestError(
             f"refused by reasoning-gym ({error})",
             field=f"reasoning_gym:{name}",
-            value=options,
+            value={option: value for option, value in options.items() if option in str(error)} or None,
             remedy="See the fields of the generator's config class",
         ) from error
