@@ -312,6 +312,16 @@ def test_a_guess_that_was_right_once_is_not_called_a_constant_answer(service: mi
     assert not lucky.fixed_reply_pays
 
 
+def test_a_reply_that_pays_everywhere_is_no_danger_where_no_completion_earns_anything(
+    service: mint.ServiceClient,
+) -> None:
+    seen = examined(TooHard(), service).evidence
+    trap = replace(seen, fixed_reward=(0.3, 0.2, 0.4))
+    assert seen.lowest == seen.highest == 0.0
+    assert decide(trap)[0] == "sft_first"
+    assert decide(replace(trap, highest=1.0, mean=(0.01, 0.0, 0.02)))[0] == "reward_constant"
+
+
 @pytest.mark.parametrize(("wrong_at_random", "verdict"), [(0.1, "go"), (0.2, "unlearnable")])
 def test_a_grader_that_is_wrong_in_a_fifth_of_the_cases_is_too_noisy(
     wrong_at_random: float, verdict: str, service: mint.ServiceClient

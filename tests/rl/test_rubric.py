@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from mint.errors import InvalidRequestError
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.tasks.penalties import PenaltyError, forbidden, penalized, repetition, tool_spam, verbosity, with_penalties
 from mint.rl.tasks.rubric import Rubric, RubricError
+from mint.types.tool_call_formats import OPENING_MARKS, SYNTAX, ToolCall, ToolCallFormat, render_tool_calls
 
 
 def short(response: str, _: Any) -> bool:
@@ -85,9 +86,26 @@ def test_forbidden_patterns_tool_spam_and_repetition_cost_what_they_say() -> Non
     assert forbidden([r"\bsorry\b"])("sorrylike", None) == 0.0
     spam = tool_spam(1, cost=0.2, most=0.5)
     assert [spam("<tool_call>x</tool_call>" * count, None) for count in (0, 1, 2, 9)] == pytest.approx([0, 0, 0.2, 0.5])
+    assert tool_spam(0, cost=0.1, pattern="!")("!!", None) == pytest.approx(0.2)
     assert repetition(n=2)("a b c d", None) == 0.0
     assert repetition(n=2)("a b a b a b", None) == pytest.approx(3 / 5)
     assert repetition(n=3)("a b", None) == 0.0
+
+
+@pytest.mark.parametrize("written_as", SYNTAX)
+def test_tool_spam_counts_the_calls_of_every_format(written_as: ToolCallFormat) -> None:
+    count = 1 if written_as in ("glm4", "harmony") else 3  # a call of these two ends the reply
+    reply = render_tool_calls([ToolCall("add", {"a": place, "b": 4}) for place in range(count)], written_as)
+    spam = tool_spam(0, cost=0.1, written_as=written_as)
+    assert spam(reply, None) == pytest.approx(0.1 * count)
+    assert spam("No call here.", None) == 0
+    if any(mark in reply for mark in OPENING_MARKS[written_as]):
+        assert tool_spam(1, cost=0.1)(reply, None) == pytest.approx(0.1 * (count - 1))
+
+
+def test_tool_spam_refuses_a_format_that_does_not_exist() -> None:
+    with pytest.raises(InvalidRequestError, match="hermes"):
+        tool_spam(1, written_as=cast("Any", "xml"))
 
 
 def test_penalties_are_negative_parts_and_the_clip_is_a_part_too() -> None:

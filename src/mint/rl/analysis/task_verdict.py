@@ -107,8 +107,10 @@ class TaskEvidence:
         """Whether one reply to every prompt surely earns more than the model does.
 
         Where the model earns only scraps, but often enough to train on, any such reply counts: nothing else gives RL a
-        direction.
+        direction. Where no completion earned more than another, RL cannot find that reply.
         """
+        if self.lowest == self.highest:
+            return False
         follows_scraps = self.only_scraps and max(self.informative.values()) >= LEAST_INFORMATIVE
         pays = self.fixed_share > NOTABLE or follows_scraps
         return pays and self.fixed_reward[1] > self.mean[2]

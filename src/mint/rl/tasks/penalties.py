@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mint.errors import InvalidRequestError, MintError
 from mint.rl.reward import Reward
+from mint.types.tool_call_formats import OPENING_MARKS, SYNTAX, ToolCallFormat, parse_tool_calls
 
 Penalty = Callable[[str, Any], float]
 """`(response, item)` → cost, 0 for none."""
@@ -40,11 +41,39 @@ def forbidden(patterns: Sequence[str], *, cost: float = 1.0) -> Penalty:
     return lambda response, _: cost if any(pattern.search(response) for pattern in found) else 0.0
 
 
-def tool_spam(limit: int, *, cost: float = 0.1, most: float = 1.0, pattern: str = r"<tool_call>") -> Penalty:
-    """`cost` for each match of `pattern` over `limit`, at most `most`."""
+def tool_spam(
+    limit: int,
+    *,
+    cost: float = 0.1,
+    most: float = 1.0,
+    pattern: str | None = None,
+    written_as: ToolCallFormat | None = None,
+) -> Penalty:
+    """`cost` for each tool call over `limit`, at most `most`.
+
+    Calls that cannot be read count, too. `written_as` names the format of the calls; without it, they are counted in
+    every format that marks its calls, and the highest count holds. `pattern` counts the matches of a regular expression
+    instead.
+    """
     _check("cost", cost)
-    call = re.compile(pattern)
-    return lambda response, _: min(most, cost * max(0, len(call.findall(response)) - limit))
+    if written_as is not None and written_as not in SYNTAX:
+        raise InvalidRequestError(
+            "is not a format of tool calls",
+            field="tool_spam.written_as",
+            value=written_as,
+            remedy=f"The formats are {', '.join(SYNTAX)}",
+        )
+    matches = None if pattern is None else re.compile(pattern)
+
+    def calls(response: str) -> int:
+        if matches is not None:
+            return len(matches.findall(response))
+        if written_as is not None:
+            return len(parse_tool_calls(response, written_as))
+        marked = [name for name, marks in OPENING_MARKS.items() if any(mark in response for mark in marks)]
+        return max((len(parse_tool_calls(response, name)) for name in marked), default=0)
+
+    return lambda response, _: min(most, cost * max(0, calls(response) - limit))
 
 
 def repetition(*, n: int = 3, cost: float = 1.0) -> Penalty:
