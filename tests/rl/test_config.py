@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,29 @@ def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(InvalidRequestError, match=r"RLConfig\.group_szie") as refused:
         RLConfig(group_szie=8)
     assert refused.value.remedy == "Did you mean group_size?"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_generations", "group_size"),
+        ("beta", "kl_penalty_coef"),  # not betas
+        ("epsilon", "clip_low_threshold"),  # not eps
+        ("epochs", "epochs_per_batch"),
+        ("entropy_coeff", "entropy_coef"),
+        ("lr", "learning_rate"),
+    ],
+)
+def test_the_names_of_other_trainers_are_refused_with_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{theirs} = 1.*Give .*{ours}"):
+        RLConfig(**{theirs: 1})
+
+
+def test_the_names_of_other_trainers_lead_to_settings_that_exist() -> None:
+    for theirs, remedy in RLConfig.names_elsewhere.items():
+        assert theirs not in RLConfig.model_fields
+        named = re.findall(r"[a-z_]+", re.sub(r"=({.*?}|'[a-z]*')", "", remedy))
+        assert set(named) - {"and", "or"} <= RLConfig.model_fields.keys(), remedy
 
 
 def test_two_names_of_one_setting_are_not_mistaken_for_another_setting() -> None:

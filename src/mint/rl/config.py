@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
@@ -50,6 +51,26 @@ class RLConfig(RunConfig):
     not_in_the_result: ClassVar[frozenset[str]] = RunConfig.not_in_the_result | {
         "grader_concurrency", "grader_threads", "grader_retries", "grader_backoff_s", "metrics"
     }  # fmt: skip
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **RunConfig.names_elsewhere,
+        **dict.fromkeys(("num_generations", "rollout_n", "rollouts_per_example", "n"), "group_size"),
+        **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "kl_tau"), "kl_penalty_coef"),
+        **dict.fromkeys(
+            ("epsilon", "epsilon_low", "epsilon_high", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "cliprange"),
+            "loss_fn='ppo' and loss_fn_config={'clip_low_threshold': 0.8, 'clip_high_threshold': 1.2}",
+        ),
+        **dict.fromkeys(("entropy_coef", "entropy_coeff"), "loss_fn_config={'entropy_coef': …}"),
+        **dict.fromkeys(("loss_type", "loss_agg_mode"), "loss_fn and loss_normalization"),
+        **dict.fromkeys(("scale_rewards", "adv_estimator", "norm_adv_by_std_in_grpo"), "advantage and baseline"),
+        **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length", "seq_len"), "max_tokens"),
+        **dict.fromkeys(("num_iterations", "ppo_epochs", "epochs"), "epochs_per_batch"),
+        **dict.fromkeys(("max_steps", "total_steps", "total_training_steps"), "steps"),
+        **dict.fromkeys(("async_level", "max_async_level", "staleness_threshold"), "max_staleness"),
+        **dict.fromkeys(("importance_sampling_level", "tis_imp_ratio_cap"), "correction and correction_high"),
+        "filter_groups": "dynamic_sampling or group_filter",
+        "chat_template_kwargs": "chat_options",
+        "reference": "kl_reference",
+    }
 
     # The algorithm. Names and defaults are those of the parameter table in MinT's overview of RL.
     loss_fn: LossName | LossFunction = "importance_sampling"

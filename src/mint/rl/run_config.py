@@ -45,6 +45,21 @@ class RunConfig(BaseModel):
     not_in_the_result: ClassVar[frozenset[str]] = frozenset({"run_dir", "trackers", "print_progress"})
     """The settings that change no bit of a run: they are not in `config.json`, and may differ when it is resumed."""
 
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        "lr": "learning_rate",
+        "max_grad_norm": "grad_clip_norm",
+        "clip_grad": "grad_clip_norm",
+        "warmup_steps": "lr_warmup_steps",
+        "lr_scheduler_type": "lr_schedule",
+        "lora_rank": "rank",
+        "model": "base_model",
+        "model_name": "base_model",
+        "output_dir": "run_dir",
+        "save_steps": "save_every",
+        "report_to": "trackers",
+    }
+    """What TRL, verl and prime-rl call a setting, and what to give here, so that a refusal can say so."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=True)
 
     # The weights.
@@ -153,7 +168,8 @@ class RunConfig(BaseModel):
             refusal.message = f"is another name of {twice[0]}, which is given, too"
             refusal.remedy = "Give one of the two"
         elif first["type"] == "extra_forbidden":
-            refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
+            known = cls.names_elsewhere.get(given)
+            refusal.remedy = f"Give {known}" if known else f"Did you mean {similar[0]}?" if similar else refusal.remedy
         elif first["type"] == "literal_error":
             refusal.field = f"{cls.__name__}.{given}"  # without the name of the branch where a function is allowed, too
             takes_function = any(other["type"] == "callable_type" for other in error.errors())
