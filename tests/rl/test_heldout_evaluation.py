@@ -35,6 +35,13 @@ def test_fractional_rewards_get_the_normal_interval() -> None:
     assert interval(rewards.tolist()) == pytest.approx((rewards.mean(), rewards.mean() - half, rewards.mean() + half))
 
 
+def test_the_interval_of_rates_ends_at_0_and_at_1() -> None:
+    mean, low, high = interval([0.0, 0.0, 0.0, 0.25], proportion=True)
+    assert (mean, low) == (0.0625, 0.0) and high > mean
+    assert interval([1.0, 1.0, 0.75], proportion=True)[2] == 1.0
+    assert interval([0.5], proportion=True) == (0.5, *(0.5 + side * 0.5 * wilson(0, 1)[1] for side in (-1, 1)))
+
+
 def test_only_a_proportion_gets_wilson_s_interval() -> None:
     assert interval([0.0] * 16) == (0.0, 0.0, 0.0)
     assert interval([0.0] * 16, proportion=True) == (0.0, *wilson(0, 16))
@@ -106,7 +113,9 @@ def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pas
     reading = estimate(Sums(), groups, completions=4, temperature=1.0)
     assert (reading.n, reading.ungraded) == (3, 1)
     assert reading.mean == pytest.approx((1 + 0 + 0.25) / 3)
-    assert reading.high - reading.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25]))
+    assert reading.high == 1.0 and reading.low == 0.0, "three items are too few, and a rate is from 0 to 1"
+    more = estimate(Sums(), groups * 4, completions=4, temperature=1.0)
+    assert more.high - more.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25] * 4))
     assert reading.pass_at == pytest.approx({"1": 5 / 12, "2": (1 + 0 + 0.5) / 3, "4": 2 / 3})
 
 

@@ -84,6 +84,8 @@ def interval(
         _, others = wilson(0, n)
         return mean, mean - others * max(0.0, mean - bounds[0]), mean + others * max(0.0, bounds[1] - mean)
     half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    if proportion:  # the normal approximation does not know that a rate is bounded
+        return mean, max(0.0, mean - half), min(1.0, mean + half)
     return mean, mean - half, mean + half
 
 
