@@ -1,6 +1,6 @@
 """Proof of the diagnosis on tasks and seeds on which no threshold was set: hits and false alarms with intervals.
 
-    python -m benchmarks.detection.proof [--planted N] [--healthy N] [--output FILE]
+    python -m benchmarks.detection.proof [--planted N] [--healthy N] [--first-seed N] [--output FILE]
 
 The thresholds of the rules were set on `benchmarks.detection.faults`: arithmetic with exact match and chat, seeds 0 to
 4. Here the tasks are `code` (functions, graded by tests in a sandbox), `digits` (arithmetic with partial credit: the
@@ -156,9 +156,9 @@ def planted(name: str, task: type[Digits] | type[Code], seed: int, settings: dic
     ]
 
 
-def healthy(place: int) -> Fault:
+def healthy(place: int, first_seed: int) -> Fault:
     """The healthy run of this place: the three tasks in turn."""
-    seed = FIRST_SEED + place
+    seed = first_seed + place
     if place % 3 == 0:
         settings = {"steps": 28, "batch_size": 16, "learning_rate": 3e-3, "lr_schedule": "linear"}
         return fault("healthy digits", "", lambda: Digits(seed), **{**DIGITS, **settings})
@@ -167,13 +167,13 @@ def healthy(place: int) -> Fault:
     return fault("healthy tools", "", lambda: ToolsAdapter(seed=seed), **TOOLS, steps=10)
 
 
-def runs(planted_runs: int, healthy_runs: int) -> list[tuple[Fault, int]]:
+def runs(planted_runs: int, healthy_runs: int, first_seed: int = FIRST_SEED) -> list[tuple[Fault, int]]:
     """The runs with their seeds, planted and healthy ones in turn."""
-    in_digits = planted("digits", Digits, FIRST_SEED + 101, DIGITS)
-    in_code = planted("code", Code, FIRST_SEED + 102, CODE)
+    in_digits = planted("digits", Digits, first_seed + 101, DIGITS)
+    in_code = planted("code", Code, first_seed + 102, CODE)
     faults = [one for pair in zip(in_digits, in_code, strict=True) for one in pair]
-    bad = [(one, FIRST_SEED + 200 + place) for place, one in enumerate(faults[:planted_runs])]
-    good = [(healthy(place), FIRST_SEED + place) for place in range(healthy_runs)]
+    bad = [(one, first_seed + 200 + place) for place, one in enumerate(faults[:planted_runs])]
+    good = [(healthy(place, first_seed), first_seed + place) for place in range(healthy_runs)]
     return [one for pair in itertools.zip_longest(bad, good) for one in pair if one is not None]
 
 
@@ -219,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--planted", type=int, default=30)
     parser.add_argument("--healthy", type=int, default=30)
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -228,7 +229,7 @@ def main() -> None:
             row = json.loads(line)
             known[row["run"], row["seed"]] = row
     print("| run | seed | must be found | errors | warnings | s | |\n|---|---|---|---|---|---|---|")
-    for one, seed in runs(arguments.planted, arguments.healthy):
+    for one, seed in runs(arguments.planted, arguments.healthy, arguments.first_seed):
         row = known.get((one.name, seed)) or run(one, seed)
         rows.append(row)
         if arguments.output is not None and (one.name, seed) not in known:

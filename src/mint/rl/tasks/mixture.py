@@ -118,7 +118,7 @@ class EpisodeMixtureAdapter(_Mixture, MessageEnvAdapter):
         return task.make_env(item.item)
 
 
-class MixedTurnsAdapter(MixtureAdapter, EpisodeMixtureAdapter):
+class MixtureOfTurnsAdapter(MixtureAdapter, EpisodeMixtureAdapter):
     """A mixture of tasks of one turn and of many: each item is rolled out as its own task asks."""
 
 
@@ -153,7 +153,7 @@ def mixture(
     has_one_turn = any(isinstance(task, RLAdapter) for task in checked.values())
     has_many = any(isinstance(task, MessageEnvAdapter) for task in checked.values())
     if has_one_turn and has_many:
-        return MixedTurnsAdapter(checked, weights, seed)
+        return MixtureOfTurnsAdapter(checked, weights, seed)
     return EpisodeMixtureAdapter(checked, weights, seed) if has_many else MixtureAdapter(checked, weights, seed)
 
 
