@@ -107,9 +107,9 @@ class TaskEvidence:
         """Whether one reply to every prompt surely earns more than the model does.
 
         Where the model earns only scraps, but often enough to train on, any such reply counts: nothing else gives RL a
-        direction. Where no completion earned more than another, RL cannot find that reply.
+        direction. Where no completion earned anything, RL cannot find that reply.
         """
-        if self.lowest == self.highest:
+        if self.mean[0] <= self.floor:
             return False
         follows_scraps = self.only_scraps and max(self.informative.values()) >= LEAST_INFORMATIVE
         pays = self.fixed_share > NOTABLE or follows_scraps
