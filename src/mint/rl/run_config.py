@@ -169,7 +169,9 @@ class RunConfig(BaseModel):
             refusal.remedy = "Give one of the two"
         elif first["type"] == "extra_forbidden":
             known = cls.names_elsewhere.get(given)
-            refusal.remedy = f"Give {known}" if known else f"Did you mean {similar[0]}?" if similar else refusal.remedy
+            refusal.remedy = (
+                f"Give {known}" if known is not None else f"Did you mean {similar[0]}?" if similar else refusal.remedy
+            )
         elif first["type"] == "literal_error":
             refusal.field = f"{cls.__name__}.{given}"  # without the name of the branch where a function is allowed, too
             takes_function = any(other["type"] == "callable_type" for other in error.errors())
