@@ -147,6 +147,55 @@ def _targets(shift: int) -> Callable[[Batch], list[Datum]]:
     return plant
 
 
+def _mask_early(*, as_long: bool) -> Callable[[Batch], list[Datum]]:
+    """The mask alone begins at the prompt's last token, and ends where it should or, `as_long`, a token early too."""
+
+    def plant(batch: Batch) -> list[Datum]:
+        rows = [columns(sample) for sample in batch.samples]
+        for row, sample in zip(rows, batch.samples, strict=True):
+            start, end = len(sample.prompt) - 2, len(row.inputs) - as_long
+            for column, value in ((row.weights, 1.0), (row.advantages, sample.advantage)):
+                column[:] = [value if start <= place < end else 0.0 for place in range(len(column))]
+        return [row.datum() for row in rows]
+
+    return plant
+
+
+def _first_of_each_group(batch: Batch) -> list[Sample]:
+    """For each sample, the first one of its prompt, with the sample's own reward and advantage."""
+    first: dict[tuple[int, ...], Sample] = {}
+    for sample in batch.samples:
+        first.setdefault(tuple(sample.prompt), sample)
+    return [
+        replace(first[tuple(sample.prompt)], reward=sample.reward, advantage=sample.advantage)
+        for sample in batch.samples
+    ]
+
+
+def _copied(batch: Batch) -> list[Datum]:
+    """One sample stands for its whole group; nothing where the policy is so certain that it repeats itself."""
+    return correct(replace(batch, samples=_first_of_each_group(batch))) if _is_varied(batch) else []
+
+
+def _copied_and_graded(batch: Batch) -> list[Datum]:
+    """As `_copied`, graded as copies, with the mean of the batch as the baseline."""
+    copies = _first_of_each_group(batch)
+    own = {tuple(sample.prompt): sample.reward for sample in reversed(batch.samples)}
+    rewards = [own[tuple(sample.prompt)] for sample in copies]
+    mean = sum(rewards) / len(rewards)
+    if not _is_varied(batch) or not 0 < mean < 1:
+        return []
+    graded = [replace(sample, advantage=reward - mean) for sample, reward in zip(copies, rewards, strict=True)]
+    return correct(replace(batch, samples=graded))
+
+
+def _is_varied(batch: Batch) -> bool:
+    """Whether copies of first samples can be told from the policy's own: half of the others differ from theirs."""
+    copies = _first_of_each_group(batch)
+    differ = sum(one.tokens != other.tokens for one, other in zip(batch.samples, copies, strict=True))
+    return 2 * differ >= len(copies) - len({tuple(sample.prompt) for sample in copies})
+
+
 def _zeros(batch: Batch) -> list[Datum]:
     return [columns(sample, logprobs=[0.0] * len(sample.tokens)).datum() for sample in batch.samples]
 
@@ -285,6 +334,8 @@ BUGS = {
     "weight 1 on the whole prompt": Bug(_all_weights, "prompt_trained"),
     "no weights, advantages on the prompt": Bug(_no_weights, "prompt_trained"),
     "second half of the prompt trained": Bug(_half_the_prompt, "prompt_trained"),
+    "mask alone a token early": Bug(_mask_early(as_long=False), "prompt_trained"),
+    "mask alone a token early, as long as the sample": Bug(_mask_early(as_long=True), "prompt_trained"),
     "targets equal the input": Bug(_targets(0), "not_shifted"),
     "targets shifted by two": Bug(_targets(2), "not_shifted"),
     "logprobs missing (all 0)": Bug(_zeros, "zero_logprobs"),
@@ -303,6 +354,8 @@ BUGS = {
     "raw rewards as advantages": Bug(_raw_rewards, "raw_rewards"),
     "the batch twice": Bug(lambda batch: correct(batch) * 2, "duplicates"),
     "one datum for all": Bug(lambda batch: correct(batch)[:1] * len(batch.samples), "duplicates"),
+    "one sample copied for its group": Bug(_copied, "duplicates", at_least=12),
+    "one sample copied for its group, baseline of the batch": Bug(_copied_and_graded, "duplicates", at_least=6),
     "tokens after the end trained": Bug(_beyond_the_end, "tokens_after_stop"),
     "advantages times 100": Bug(_times_100, "large_advantages"),
     "weights of -1": Bug(_negative_weights, "negative_weights"),

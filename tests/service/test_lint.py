@@ -79,8 +79,9 @@ def test_doubtful_data_is_named(words: str) -> None:
 
 
 def test_the_same_short_sample_many_times_is_normal_in_reinforcement_learning() -> None:
-    assert lint(batch(2) * 8, "ppo") == []
-    assert codes(lint(batch(2) * 8, "cross_entropy")) == ["duplicates"]
+    likely = batch(2, logprobs=[-0.3] * 6)
+    assert lint(likely * 8, "ppo", logprob=-0.3) == []
+    assert codes(lint(likely * 8, "cross_entropy")) == ["duplicates"]
 
 
 def test_a_batch_sent_twice_is_named_in_reinforcement_learning_too() -> None:
@@ -220,6 +221,76 @@ def test_warnings_are_counted_in_the_metrics_of_the_response(harness: Harness) -
     silent = pass_body(datum(1, 2, 3, 4, weights=[0.0, 0.0, 0.0]))
     doubtful = harness.run("forward_backward", model_id, 2, silent)
     assert codes(doubtful["warnings"]) == ["nothing_trained"] and doubtful["metrics"]["lint_warnings:sum"] == 1
+
+
+def early_mask(*, own_of_first: float, ends_early: bool = False) -> tuple[list[TrainDatum], PassResult, np.ndarray]:
+    """Samples of three tokens; the mask begins at the prompt's last one, of which the policy's logprob is given."""
+    data, given, own = batch(16), [], []
+    for each in data:
+        each.weights[2] = 1.0
+        each.weights[5] = not ends_early
+        column = np.array([0, 0, 0, -1.0, -0.01, -0.02], np.float32)
+        given.append(column)
+        own.append(column + np.array([0, 0, own_of_first, 0, 0, 0], np.float32))
+        each.inputs["logprobs"] = np.where(each.weights == 0, 0, column)
+    return data, PassResult(own, {}), np.concatenate(given)
+
+
+@pytest.mark.parametrize(
+    ("own_of_first", "ends_early", "fresh", "found"),
+    [
+        (-2e-6, False, True, ["prompt_trained"]),  # a chat template's last token
+        (-2e-6, False, False, []),  # weights that have moved differ by as much
+        (-0.03, False, False, ["prompt_trained"]),
+        (0.0, False, True, []),  # a sampled token of which the policy is certain
+        (0.0, True, True, []),  # the same, and the end token is left out on purpose
+        (-2e-6, True, False, ["prompt_trained"]),
+    ],
+)
+def test_a_mask_that_begins_one_token_early_is_named(
+    own_of_first: float, ends_early: bool, fresh: bool, found: list[str]
+) -> None:
+    data, result, given = early_mask(own_of_first=own_of_first, ends_early=ends_early)
+    warnings = rules.lint(data, resolve_loss("ppo"), result, stop_tokens=[END], fresh=fresh, given_logprobs=given)
+    assert codes(warnings) == found
+
+
+def test_a_nucleus_that_gives_likely_tokens_the_logprob_0_is_no_early_mask() -> None:
+    data, result, given = early_mask(own_of_first=-0.04)
+    for each in data:
+        each.inputs["logprobs"][4:] = 0
+    warnings = rules.lint(data, resolve_loss("ppo"), result, stop_tokens=[END], fresh=True, given_logprobs=given)
+    assert "prompt_trained" not in codes(warnings)
+
+
+def group_of_copies(size: int, *, logprob: float, equal: bool = False) -> list[TrainDatum]:
+    """Two prompts, each with one sample `size` times; the advantages differ unless `equal`."""
+    data = []
+    for one, advantage in zip(batch(2, logprobs=[logprob] * 6), (0.5, -0.5), strict=True):
+        for place in range(size):
+            inputs = {key: row.copy() for key, row in one.inputs.items()}
+            inputs["advantages"][:] = advantage if equal else (0.5 if place % 2 else -0.5)
+            data.append(dataclasses.replace(one, inputs=inputs))
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (group_of_copies(8, logprob=-1.0), ["duplicates"]),
+        (group_of_copies(8, logprob=-1.0, equal=True), ["duplicates"]),
+        (group_of_copies(8, logprob=-0.05), []),  # the policy is nearly certain, and a noisy grader
+        (group_of_copies(8, logprob=-1.0, equal=True)[:13], []),  # the right answers alone, of which each prompt has one
+        (group_of_copies(8, logprob=-0.3, equal=True), []),  # a low temperature
+        (group_of_copies(8, logprob=-1.0)[:-1] + batch(3)[2:], ["duplicates"]),
+        (group_of_copies(4, logprob=-1.0)[:4] + batch(9)[1:], []),  # one group of many
+    ],
+)
+def test_one_sample_copied_for_its_group_is_named_where_the_policy_would_not_repeat_it(
+    data: list[TrainDatum], found: list[str]
+) -> None:
+    logprob = float(data[0].inputs["logprobs"][0])
+    assert codes(lint(data, "ppo", logprob=logprob)) == found
 
 
 # --- planted into real samples -----------------------------------------------------------------------------------

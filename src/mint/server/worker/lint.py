@@ -11,7 +11,7 @@ sampler's · H entropies.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,14 @@ MIN_DISTINCT_IN_ORDER, MIN_DISTINCT = 8, 32
 same order, or if that many different datums are all repeated equally often."""
 
 SUSPICIOUS_SHARE = 0.5
+
+COPIED_GROUPS = 0.9
+COPIED_SURPRISE, COPIED_SURPRISE_EQUAL = 5.0, 25.0
+"""If in this share of the groups all samples are equal, then by the sampler's own logprobs the probability that this
+happens must be below e to the minus so many: where equal samples have different advantages, as only a noisy grader
+gives them, and where they do not. A policy that is nearly certain repeats itself at no surprise; a low temperature
+explains more than the logprobs do. Where only right answers are trained, and each prompt has one, equal samples are no
+surprise at all: no advantage is negative then, or the groups have different sizes."""
 
 LARGE_ADVANTAGE = 10.0
 """Root mean square of the advantages above which they are large. Centred rewards of 0 and 1 stay below 0.5, advantages
@@ -76,6 +84,19 @@ STALE_TOKENS = 0.1
 """Effective sample size, as a share of the tokens, below which training may collapse (arXiv 2602.17616), if at least so
 many tokens have a ratio above e or below 1/e: one rare token alone may have a large ratio."""
 
+EARLY_SHARE = 0.9
+EARLY_LOGPROB = -1e-6
+"""The first trained tokens are the prompt's last ones if their logprobs are exactly 0 in this share of the samples,
+though the policy's own are below this: the sampler rounds a logprob to 0 only where the policy does."""
+
+COMPARABLE_LOGPROB = -0.05
+MIN_COMPARABLE = 8
+COMPARABLE_QUANTILE = 0.95
+EARLY_GAIN, EARLY_GAIN_STALE = 2.0, 5.0
+EARLY_LOGPROB_STALE = -1e-4
+"""The policy's own logprobs of the first tokens must be so many times larger than what sampler and policy differ by on
+other nearly certain tokens: on fresh weights, and on weights that have moved since. Noise and a nucleus raise both."""
+
 IMPOSSIBLE_LOGPROB = 1e-3
 """A logprob above this is no rounding."""
 
@@ -118,7 +139,8 @@ ONE_SIDED = 0.95
 class Tokens:
     """All positions of a batch, [B] each; `starts` are the datums' first positions.
 
-    With several targets per position (`many_targets`), `targets` and `own` are about the first one.
+    With several targets per position (`many_targets`), `targets` and `own` are about the first one. `given` are the
+    sampler's logprobs as they came, also where nothing is trained; None if they are not known.
     """
 
     starts: np.ndarray
@@ -129,11 +151,18 @@ class Tokens:
     sampler: np.ndarray
     entropies: np.ndarray | None
     many_targets: bool
+    given: np.ndarray | None = None
 
     @cached_property
     def datum_of(self) -> np.ndarray:
         """The datum of each position."""
         return np.repeat(np.arange(len(self.starts)), np.diff(np.append(self.starts, len(self.inputs))))
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """The trained positions before which, in the same datum, nothing is trained: one for each sample or turn."""
+        inner = np.append(False, self.trained[:-1] & self.followed)
+        return np.flatnonzero(self.trained & ~inner)
 
     @cached_property
     def followed(self) -> np.ndarray:
@@ -150,19 +179,21 @@ def lint(
     *,
     stop_tokens: Sequence[int] = (),
     fresh: bool = False,
+    given_logprobs: np.ndarray | None = None,
 ) -> list[str]:
     """The warnings about a batch, given what its pass computed.
 
     `stop_tokens` are the base's end tokens. `fresh` says that the weights have not changed since they were last
-    published, so that samples of them must agree with the policy.
+    published, so that samples of them must agree with the policy. `given_logprobs` [B] are the sampler's logprobs as
+    they came, also at positions of weight 0.
     """
     policy = "logprobs" in data[0].inputs
-    tokens = _flatten(data, result, policy=policy)
+    tokens = _flatten(data, result, policy=policy, given=given_logprobs)
     # With several targets per position (the best tokens of a teacher), none of them need be the next token.
     shifted = None if tokens.many_targets else _not_shifted(tokens)
     found = [shifted]
     if len(data) >= MIN_DATUMS:
-        found.append(_duplicates(data, policy=policy))
+        found.append(_duplicates(data, policy=policy) or (_copied_samples(data, tokens) if policy else None))
     if not tokens.trained.any():
         found.append("nothing_trained: all weights are 0: nothing is trained")
     elif policy:
@@ -173,7 +204,9 @@ def lint(
     return list(filter(None, found))
 
 
-def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) -> Tokens:
+def _flatten(
+    data: Sequence[TrainDatum], result: PassResult, *, policy: bool, given: np.ndarray | None = None
+) -> Tokens:
     sizes: list[int] = []
     inputs: list[np.ndarray] = []
     targets: list[np.ndarray] = []
@@ -202,6 +235,7 @@ def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) ->
         sampler=np.concatenate(sampler),
         entropies=np.concatenate(result.entropies) if result.entropies else None,
         many_targets=many_targets,
+        given=given,
     )
 
 
@@ -235,6 +269,47 @@ def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
     if copies < SUSPICIOUS_SHARE * len(data):
         return None
     return f"duplicates: {copies} of {len(data)} datums are exact copies of others"
+
+
+def _copied_samples(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
+    """All samples of a prompt are one, which the policy is not certain enough to repeat."""
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for place, datum in enumerate(data):
+        trained = datum.trained
+        if trained.any():
+            groups[datum.tokens[: int(trained.argmax()) + 1].tobytes()].append(place)
+    several = [places for places in groups.values() if len(places) > 1]
+    copied = [places for places in several if len({_sample_key(data[place]) for place in places}) == 1]
+    if not copied or len(copied) < COPIED_GROUPS * len(several) or sum(map(len, copied)) < SUSPICIOUS_SHARE * len(data):
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        surprise = -sum(_trained(data[places[0]], "logprobs").sum() * (len(places) - 1) for places in copied)
+    differing = sum(len({_trained(data[place], "advantages").tobytes() for place in places}) > 1 for places in copied)
+    different = differing >= SUSPICIOUS_SHARE * len(copied)
+    equally_large = len({len(places) for places in groups.values()}) == 1
+    if not _has_both_signs(data) or not (different or equally_large):
+        return None
+    if not surprise > (COPIED_SURPRISE if different else COPIED_SURPRISE_EQUAL):
+        return None
+    return (
+        f"duplicates: {len(copied)} of {len(several)} prompts have one sample several times"
+        f"{', with different advantages' if different else ''}, and by its logprobs the policy would hardly repeat it: "
+        "make a datum of each sample of a group, or raise a sampling temperature near 0"
+    )
+
+
+def _sample_key(datum: TrainDatum) -> tuple[bytes, ...]:
+    return datum.tokens.tobytes(), datum.targets.tobytes(), _trained(datum, "logprobs").tobytes()
+
+
+def _has_both_signs(data: Sequence[TrainDatum]) -> bool:
+    advantages = np.concatenate([_trained(datum, "advantages") for datum in data])
+    return bool((advantages > 0).any() and (advantages < 0).any())
+
+
+def _trained(datum: TrainDatum, key: str) -> np.ndarray:
+    """The values at the trained positions, float64."""
+    return datum.inputs[key][datum.trained].astype(np.float64)
 
 
 def _advantages(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
@@ -278,7 +353,7 @@ def _logprobs(
     if found is not None or tokens.trained.sum() < MIN_TOKENS:
         return found or _unsampled(tokens)
     with np.errstate(over="ignore", invalid="ignore"):  # weights that have diverged
-        found = _foreign(tokens) or _unsampled(tokens) or _mispaired(tokens)
+        found = _foreign(tokens) or _unsampled(tokens) or _begins_early(tokens, fresh=fresh) or _mispaired(tokens)
         # Steps sharpen a policy, which looks like a temperature.
         found = found or (_tempered(tokens, temperature) if fresh else None) or _unrelated(tokens, fresh=fresh)
         return found or _stale(tokens) or (_nucleus(tokens) if fresh else None)
@@ -401,6 +476,45 @@ def _unsampled(tokens: Tokens) -> str | None:
         f"prompt_trained: {count} of {len(tokens.starts)} datums train unlikely tokens whose logprob is exactly 0, as "
         "if nothing had been sampled there: give prompt tokens and tool results weight 0"
     )
+
+
+def _begins_early(tokens: Tokens, *, fresh: bool) -> str | None:
+    """The mask begins at the prompt's last token: its logprob is exactly 0, and the policy is not that certain of it.
+
+    A chat template's last token is nearly certain, but hardly ever as certain as a logprob of 0 says.
+    """
+    begins = tokens.begins
+    total = len(begins)
+    early = (tokens.sampler[begins] == 0) & (tokens.own[begins] < EARLY_LOGPROB)
+    count = int(early.sum())
+    if total < MIN_DATUMS or count < EARLY_SHARE * total:
+        return None
+    words = (
+        f"prompt_trained: the first trained token of {count} of {total} samples has the logprob 0, as if nothing had "
+        "been sampled there, and the policy is less certain of it"
+    )
+    cure = "a mask that begins one token early trains the prompt's last token. In targets = full[1:], a sample starts"
+    cure = f"{cure} at position len(prompt) - 1"
+    if _ends_early(tokens) >= EARLY_SHARE * total:
+        return f"{words}; behind the last trained token a sampled one has weight 0: {cure}"
+    others = tokens.trained & (tokens.own > COMPARABLE_LOGPROB)
+    others[begins] = False
+    if others.sum() < MIN_COMPARABLE:
+        return None
+    noise = float(np.quantile(np.abs(tokens.own - tokens.sampler)[others], COMPARABLE_QUANTILE))
+    size = float(np.median(-tokens.own[begins][early]))
+    if size <= noise * (EARLY_GAIN if fresh else EARLY_GAIN_STALE) or not (fresh or size > -EARLY_LOGPROB_STALE):
+        return None
+    return f"{words} (by {size:.1g}, while on other tokens both agree to {noise:.1g}): {cure}"
+
+
+def _ends_early(tokens: Tokens) -> int:
+    """How often the position behind the last trained one of a sample has a logprob, and no weight."""
+    if tokens.given is None:
+        return 0
+    behind = np.flatnonzero(tokens.trained[:-1] & ~tokens.trained[1:] & tokens.followed) + 1
+    given = tokens.given[behind]
+    return int((np.isfinite(given) & (given != 0)).sum())
 
 
 def _is_stale_where_sampled(tokens: Tokens) -> bool:

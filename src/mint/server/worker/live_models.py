@@ -322,7 +322,14 @@ def _first_not_finite(data: Sequence[TrainDatum], result: PassResult) -> int | N
 
 
 def _output(live: LiveModel, checked: validation.CheckedPass, result: PassResult) -> ForwardBackwardOutput:
-    doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_published)
+    doubts = lint(
+        checked.data,
+        checked.loss,
+        result,
+        stop_tokens=live.base.eos_token_ids,
+        fresh=live.is_published,
+        given_logprobs=checked.given_logprobs,
+    )
     warnings = [*checked.warnings, *doubts]
     return ForwardBackwardOutput(
         loss_fn_outputs=_outputs(checked.loss, result),

@@ -52,11 +52,16 @@ MAX_ALTERNATIVES = 1 << 21
 
 @dataclass(frozen=True)
 class CheckedPass:
-    """The data and the loss for the engine; `warnings` name data that is possible but suspicious."""
+    """The data and the loss for the engine; `warnings` name data that is possible but suspicious.
+
+    `given_logprobs` are the sampler's logprobs of all datums, one after the other, as they came: the engine's are 0
+    where nothing is trained. None for a loss without them.
+    """
 
     data: list[TrainDatum]
     loss: LossSpec
     warnings: list[str]
+    given_logprobs: np.ndarray | None = None
 
 
 def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
@@ -70,10 +75,12 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
         raise InvalidRequestError("is empty", field="data", value="[]", remedy="Pass at least one Datum")
     _check_target_cells(content.data)
     data = [_as_arrays(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
+    given: np.ndarray | None = None
     if "logprobs" in LOSSES[loss.name].required:
-        data = _without_unread_logprobs(data)
+        given = np.concatenate([datum.inputs["logprobs"] for datum in data])
+        data = _without_unread_logprobs(data, given)
     _check_numbers(data, base)
-    return CheckedPass(data, loss, _weight_warnings(content.data, loss.name))
+    return CheckedPass(data, loss, _weight_warnings(content.data, loss.name), given)
 
 
 def check_adam(params: AdamParams) -> AdamSpec:
@@ -314,11 +321,13 @@ def _check_advantages_of_prompt(advantages: np.ndarray, sampled: np.ndarray, whe
         )
 
 
-def _without_unread_logprobs(data: Sequence[TrainDatum]) -> list[TrainDatum]:
-    """Sets logprobs at positions of weight 0 to 0: no loss reads them, so padding there may hold anything, NaN too."""
+def _without_unread_logprobs(data: Sequence[TrainDatum], given: np.ndarray) -> list[TrainDatum]:
+    """Sets logprobs at positions of weight 0 to 0: no loss reads them, so padding there may hold anything, NaN too.
+
+    `given` are the logprobs of all datums, one after the other.
+    """
     weights = np.concatenate([datum.weights for datum in data])
-    logprobs = np.concatenate([datum.inputs["logprobs"] for datum in data])
-    logprobs[weights == 0] = 0
+    logprobs = np.where(weights == 0, 0, given).astype(given.dtype, copy=False)
     cleared: list[TrainDatum] = []
     start = 0
     for datum in data:
