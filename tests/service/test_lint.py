@@ -280,7 +280,10 @@ def group_of_copies(size: int, *, logprob: float, equal: bool = False) -> list[T
         (group_of_copies(8, logprob=-1.0), ["duplicates"]),
         (group_of_copies(8, logprob=-1.0, equal=True), ["duplicates"]),
         (group_of_copies(8, logprob=-0.05), []),  # the policy is nearly certain, and a noisy grader
-        (group_of_copies(8, logprob=-1.0, equal=True)[:13], []),  # the right answers alone, of which each prompt has one
+        (
+            group_of_copies(8, logprob=-1.0, equal=True)[:13],
+            [],
+        ),  # the right answers alone, of which each prompt has one
         (group_of_copies(8, logprob=-0.3, equal=True), []),  # a low temperature
         (group_of_copies(8, logprob=-1.0)[:-1] + batch(3)[2:], ["duplicates"]),
         (group_of_copies(4, logprob=-1.0)[:4] + batch(9)[1:], []),  # one group of many

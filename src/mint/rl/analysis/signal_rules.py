@@ -22,6 +22,7 @@ from mint.rl.analysis.step_statistics import (
     mean,
     metric,
     reward_window,
+    students,
     total,
 )
 from mint.rl.finding import Finding
@@ -67,7 +68,8 @@ BEST_WINDOW = 10
 """The most earlier steps in the mean from which the reward fell."""
 
 COLLAPSE_Z = 5.0
-"""Standard errors; a one-sided probability of 3e-7, because a long run has many thousand pairs of windows."""
+"""Standard errors of many rollouts; a one-sided probability of 3e-7, because a long run has many thousand pairs of
+windows."""
 
 COLLAPSE_SHARE = 0.5
 """A collapse loses this share of the reward above its floor."""
@@ -276,7 +278,7 @@ def reward_collapse(view: StepView) -> Finding | None:
         return _heldout_collapse(view)
     end, best = found
     z = best.above(now)
-    if z < COLLAPSE_Z or best.mean - now.mean < least * (best.mean - floor):
+    if z < students(COLLAPSE_Z, best.count + now.count - 2) or best.mean - now.mean < least * (best.mean - floor):
         return _heldout_collapse(view)
     best_step = int(view.metrics[end - 1]["step"])
     return Finding(
