@@ -11,6 +11,7 @@
 | `MINT_QUANTIZE` | bits of the base model's layers: `nf4` (4), `int8` or `fp8` (8); the loras stay in float32 | none |
 | `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
 | `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | a quarter of what is free |
+| `MINT_LORA_CACHE_MIB` | memory for LoRAs to sample from; others are read when asked for | an eighth of what is free |
 | `MINT_MODEL_MEMORY_MIB` | memory for models and copies to sample from; others wait in files | half of what is free |
 | `MINT_DISK_RESERVE_MIB` | space on the disk that nothing new may use | 2 % of the disk, at most 2048 |
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
@@ -110,6 +111,7 @@ class Settings(BaseSettings):
     quantize: Literal["nf4", "int8", "fp8"] | None = None
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     kv_cache_mib: int | None = Field(None, ge=1)
+    lora_cache_mib: int | None = Field(None, ge=1)
     model_memory_mib: int | None = Field(None, ge=1)
     disk_reserve_mib: int | None = Field(None, ge=0)
     unnamed_samplers: int = Field(64, ge=1)

@@ -12,7 +12,7 @@ import mint
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.checkpoint_catalog import EXPIRED_S, CheckpointCatalog
 from mint.server.store.training_run_catalog import TrainingRunCatalog
-from mint.server.worker.samplers import MAX_IN_ENGINE
+from mint.server.worker import samplers
 from mint.types.records import CopyWeightsRequest
 
 PROMPT = mint.types.ModelInput.from_ints([1, 2, 3])
@@ -56,6 +56,14 @@ def test_a_deleted_checkpoint_is_gone_with_its_files(place: Place) -> None:
     assert trainer.save_state("one").result().path == path  # the name is free again
 
 
+@pytest.fixture
+def no_lora_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine holds the LoRA that was used last, and only files have the others."""
+    monkeypatch.setattr(samplers, "LEAST_CACHE_BYTES", 1)
+    monkeypatch.setattr(samplers, "CACHE_SHARE", 0)
+
+
+@pytest.mark.usefixtures("no_lora_cache")
 def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None:
     trainer = place.trainer("alice")
     path = trainer.save_weights_for_sampler("one").result().path
@@ -64,7 +72,7 @@ def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None
     before = sampler.sample(PROMPT, 1, PARAMS).result()
     rest = place.rest("alice")
     rest.delete_checkpoint_from_tinker_path(path).result()
-    for number in range(MAX_IN_ENGINE + 1):  # push the weights out of memory: only the files have them now
+    for number in range(2):  # push the weights out of memory: only the files have them now
         trainer.forward_backward([_datum(number)], "cross_entropy").result()
         trainer.optim_step(mint.types.AdamParams(learning_rate=1e-3)).result()
         trainer.save_weights_and_get_sampling_client().sample(PROMPT, 1, PARAMS).result()
@@ -337,12 +345,13 @@ def test_a_download_is_whole_or_is_not_there(place: Place, tmp_path: Path) -> No
 # --- names -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_lora_cache")
 def test_an_overwritten_checkpoint_goes_on_being_sampled_as_it_was(place: Place) -> None:
     trainer = place.trainer("alice")
     path = trainer.save_state("rolling").result().path
     sampler = place.client("alice").create_sampling_client(model_path=path)
     before = sampler.sample(PROMPT, 1, PARAMS).result()
-    for number in range(MAX_IN_ENGINE + 1):
+    for number in range(2):
         trainer.forward_backward([_datum(number)], "cross_entropy").result()
         trainer.optim_step(mint.types.AdamParams(learning_rate=1e-2)).result()
         trainer.save_state("rolling", overwrite=True).result()

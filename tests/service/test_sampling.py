@@ -100,10 +100,10 @@ def test_a_sampler_keeps_its_version_while_training_goes_on_and_after_a_restart(
     harness.service.stop()
 
 
-def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "MAX_IN_ENGINE", 2)
-    engine = FakeEngine()
-    harness = Harness(open_service(tmp_path, engine=engine, limits=ServerLimits(max_unnamed_samplers=4)))
+def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path) -> None:
+    engine = FakeEngine(state_bytes=300_000)
+    limits = ServerLimits(max_unnamed_samplers=4, lora_cache_bytes=700_000)  # two fit
+    harness = Harness(open_service(tmp_path, engine=engine, limits=limits))
     model_id = harness.create_model()
     samplers, seen = [], []
     for number in range(4):

@@ -97,12 +97,13 @@ def _log_loss(reason: str) -> None:
 
 def limits_of(settings: Settings) -> ServerLimits:
     """The limits that the settings name; the others follow from the machine."""
-    memory, reserve = settings.model_memory_mib, settings.disk_reserve_mib
+    memory, reserve, loras = settings.model_memory_mib, settings.disk_reserve_mib, settings.lora_cache_mib
     return ServerLimits(
         model_memory_bytes=None if memory is None else memory << 20,
         disk_reserve_bytes=None if reserve is None else reserve << 20,
         waiting_bytes=default_waiting_bytes(memory_bytes()),
         max_unnamed_samplers=settings.unnamed_samplers,
+        lora_cache_bytes=None if loras is None else loras << 20,
     )
 
 

@@ -50,7 +50,8 @@ class ServerLimits:
 
     `model_memory_bytes` None: `MODEL_MEMORY_SHARE` of what is free once a base model is loaded. `disk_reserve_bytes`
     None: `default_reserve` of the disk. `max_unnamed_samplers` holds for each model, `published_bytes` for those of all
-    models together; None: `default_published_bytes` of the room that is free at the start.
+    models together; None: `default_published_bytes` of the room that is free at the start. `lora_cache_bytes` is the
+    memory for LoRAs to sample from; None is a share of what is free.
     """
 
     model_memory_bytes: int | None = None
@@ -60,6 +61,7 @@ class ServerLimits:
     waiting_bytes: int = MAX_WAITING_BYTES
     max_unnamed_samplers: int = MAX_UNNAMED_SAMPLERS
     published_bytes: int | None = None
+    lora_cache_bytes: int | None = None
 
     def require_below(self, name: str, used: int) -> None:
         """Checks that all owners together may have one more; `name` is `max_sessions` or `max_models`.

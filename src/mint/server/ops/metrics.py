@@ -247,6 +247,15 @@ class _ServiceState(Collector):
         in_memory.add_metric(("used",), memory.used_bytes)
         in_memory.add_metric(("limit",), float("inf") if memory.limit_bytes is None else memory.limit_bytes)
         yield in_memory
+        samplers = self._service.samplers
+        loras = GaugeMetricFamily(
+            "mint_lora_cache_bytes", "Memory of the LoRAs to sample from, and their limit.", labels=("of",)
+        )
+        loras.add_metric(("used",), samplers.in_engine_bytes)
+        loras.add_metric(("limit",), samplers.cache_limit_bytes or float("inf"))
+        yield loras
+        yield GaugeMetricFamily("mint_cached_loras", "LoRAs to sample from in memory.", value=samplers.in_engine_count)
+        yield CounterMetricFamily("mint_loras_loaded", "How often one was read.", value=samplers.loaded_count)
         room = GaugeMetricFamily("mint_disk_bytes", "Free space, and what of it stays in reserve.", labels=("of",))
         room.add_metric(("free",), disk.free_bytes)
         room.add_metric(("reserve",), disk.reserve_bytes)

@@ -176,6 +176,7 @@ class Service:
             data_dir,
             max_unnamed=self.limits.max_unnamed_samplers,
             published_bytes=self._published_bytes(),
+            cache_bytes=self.limits.lora_cache_bytes,
             disk=self.disk,
             clock=clock,
         )
@@ -350,6 +351,11 @@ class Service:
             JournalError: the journal cannot be written.
         """
         self._journal.database.probe()
+
+    @property
+    def samplers(self) -> Samplers:
+        """The samplers, and which of their LoRAs the engine holds."""
+        return self._samplers
 
     @property
     def models_by_owner(self) -> Counter[str]:

@@ -53,14 +53,16 @@ def read_page(
     `MAX_PAGE_BYTES`, it has fewer rows, and the cursor's `limit` is their number: the next page begins behind them.
     """
     chosen = f"FROM {table} WHERE {where}"
-    ordered = f"{chosen} ORDER BY {order} LIMIT :size OFFSET :offset"
     place = {"size": page.size, "offset": page.offset, **parameters}
     with database.transaction(write=False) as transaction:
         total = transaction.value(f"SELECT count(*) {chosen}", **parameters)
-        so_far = list(accumulate(transaction.values(f"SELECT {row_bytes} {ordered}", **place)))
+        # by an index alone: only the rows of the page are read
+        ids = transaction.values(f"SELECT rowid {chosen} ORDER BY {order} LIMIT :size OFFSET :offset", **place)
+        on_page = f"FROM {table} WHERE rowid IN (SELECT value FROM json_each(:ids)) ORDER BY {order}"
+        so_far = list(accumulate(transaction.values(f"SELECT {row_bytes} {on_page}", ids=ids)))
         fitting = sum(size <= MAX_PAGE_BYTES for size in so_far)
         size = page.size if fitting == len(so_far) else max(1, fitting)
-        rows = transaction.rows(kind, f"SELECT * {ordered}", **{**place, "size": size})
+        rows = transaction.rows(kind, f"SELECT * {on_page} LIMIT :size", ids=ids, size=size)
     return rows, Cursor(offset=page.offset, limit=size, total_count=total)
 
 

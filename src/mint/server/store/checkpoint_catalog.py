@@ -300,7 +300,7 @@ class CheckpointCatalog:
 
     def _remove_unused(self, folder: str) -> None:
         """Removes a folder, unless a checkpoint or a sampler names it; `remove_expired` tries that one again."""
-        named = folder in self._journal.named_files()
+        named = folder in self._journal.named_among([folder])
         with self._lock:
             (self._left.add if named else self._left.discard)(folder)
         if not named:

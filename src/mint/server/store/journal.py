@@ -71,6 +71,11 @@ _ADD_MODEL = insert(ModelRow, "models", on_conflict="IGNORE")
 _ADD_RUN = insert(TrainingRunRow, "runs", on_conflict="IGNORE")
 _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
+_NAMED_AMONG = """
+    SELECT value FROM json_each(:names) WHERE value IN (SELECT file FROM snapshots)
+        OR value IN (SELECT file FROM samplers) OR value IN (SELECT weights_id FROM samplers)
+        OR value IN (SELECT folder FROM checkpoints)
+"""
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
 # The number of a request that has a result, whatever damage has made of its status.
 _LAST_FINISHED = """
@@ -649,8 +654,9 @@ class Journal:
 
     def checkpoint_bytes(self, owner: str | None = None) -> int:
         """How many bytes the checkpoints of an owner, or of all, have together."""
+        condition = "TRUE" if owner is None else "owner = :owner"  # not one condition with OR: it would use no index
         return self.database.value(
-            "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE :owner IS NULL OR owner = :owner", owner=owner
+            f"SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE {condition}", owner=owner
         )
 
     def add_sampler(self, row: SamplerRow) -> None:
@@ -675,6 +681,10 @@ class Journal:
             transaction.execute(
                 "DELETE FROM samplers WHERE sampler_id IN (SELECT value FROM json_each(:ids))", ids=list(sampler_ids)
             )
+
+    def named_among(self, files: Iterable[str]) -> set[str]:
+        """Those of some files and folders that a row names. Takes as long as there are names, not rows."""
+        return set(self.database.values(_NAMED_AMONG, names=list(files)))
 
     def named_files(self) -> set[str]:
         """Every file and folder that a row names; whatever else lies in the data directory is an orphan."""

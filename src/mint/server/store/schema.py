@@ -7,9 +7,10 @@ a data directory of the version before (`tests/service/make_data_directory.py`).
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
+# Lists and sums are read from indexes that hold all columns they need: a directory may have 100,000 checkpoints.
 # The indexes on metadata hold its length, so that an owner's total is read without the text itself (`record_bytes`).
 TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -65,6 +66,7 @@ CREATE TABLE IF NOT EXISTS snapshots (
     digest VARCHAR NOT NULL,
     PRIMARY KEY (model_id, seq_id)
 );
+CREATE INDEX IF NOT EXISTS ix_snapshots_file ON snapshots (file);
 
 CREATE TABLE IF NOT EXISTS checkpoints (
     model_id VARCHAR NOT NULL,
@@ -80,6 +82,13 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     expired_s FLOAT,
     PRIMARY KEY (model_id, kind, name)
 );
+CREATE INDEX IF NOT EXISTS ix_checkpoints_folder ON checkpoints (folder);
+CREATE INDEX IF NOT EXISTS ix_checkpoints_created ON checkpoints (created_at DESC, folder, owner, public, expires_at);
+CREATE INDEX IF NOT EXISTS ix_checkpoints_owner_created ON checkpoints (
+    owner, created_at DESC, folder, expires_at, size_bytes
+);
+CREATE INDEX IF NOT EXISTS ix_checkpoints_expiring ON checkpoints (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX IF NOT EXISTS ix_checkpoints_expired ON checkpoints (expired_s) WHERE expired_s IS NOT NULL;
 CREATE INDEX IF NOT EXISTS ix_checkpoints_metadata ON checkpoints (owner, coalesce(length(user_metadata), 0));
 
 CREATE TABLE IF NOT EXISTS samplers (
@@ -96,6 +105,8 @@ CREATE TABLE IF NOT EXISTS samplers (
 );
 CREATE INDEX IF NOT EXISTS ix_samplers_session_id ON samplers (session_id);
 CREATE INDEX IF NOT EXISTS ix_samplers_model_id ON samplers (model_id);
+CREATE INDEX IF NOT EXISTS ix_samplers_weights_id ON samplers (weights_id);
+CREATE INDEX IF NOT EXISTS ix_samplers_file ON samplers (file);
 
 CREATE TABLE IF NOT EXISTS runs (
     run_id VARCHAR NOT NULL PRIMARY KEY,
@@ -108,6 +119,8 @@ CREATE TABLE IF NOT EXISTS runs (
     last_request_at FLOAT NOT NULL,
     ended_at FLOAT
 );
+CREATE INDEX IF NOT EXISTS ix_runs_created ON runs (created_at DESC, run_id, owner);
+CREATE INDEX IF NOT EXISTS ix_runs_owner_created ON runs (owner, created_at DESC, run_id);
 CREATE INDEX IF NOT EXISTS ix_runs_session_id ON runs (session_id);
 CREATE INDEX IF NOT EXISTS ix_runs_metadata ON runs (owner, coalesce(length(user_metadata), 0));
 
@@ -178,6 +191,7 @@ DROP INDEX ix_sessions_owner;
 DROP INDEX ix_checkpoints_owner;
 DROP INDEX ix_runs_owner;
 """,
+    9: "",
 }
 """Schema version → the statements that lead to it from the version before. New indexes and empty tables come from
 `TABLES`."""

@@ -34,8 +34,16 @@ from mint.server.worker.base_models import BaseModels
 from mint.server.worker.base_numbers import require_same_numbers
 from mint.server.worker.sample_requests import sample_job
 
-MAX_IN_ENGINE = 16
-"""Sets of weights that stay in the engine's memory; the others are in their files."""
+MIB = 1 << 20
+LEAST_CACHE_BYTES = 1024 * MIB
+CACHE_SHARE = 0.125
+"""The memory for LoRAs in the engine by default: a share of what is free with the first one, and at least so much."""
+
+ARRAY_BYTES = 1024
+"""What an array in the engine takes beside its numbers, about; a LoRA of rank 1 is mostly this."""
+
+MAX_KNOWN_ROWS = 4096
+"""Samplers of checkpoints whose rows are kept in memory; the others are read again."""
 
 MAX_IN_ENGINE_OF_A_MODEL = 3
 """How many samplers of one training stay in the engine. A loop samples from the newest one; the memory of older ones
@@ -99,14 +107,19 @@ class Samplers:
         *,
         max_unnamed: int = MAX_UNNAMED_SAMPLERS,
         published_bytes: int | None = None,
+        cache_bytes: int | None = None,
         disk: DiskSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_unnamed` bounds the unnamed samplers of a model; while `disk` is short, only `MIN_RETAINED` are kept.
 
-        `published_bytes` bounds the files of all of them; None is no bound. `clock` gives seconds in which this process
-        ran.
+        `published_bytes` bounds the files of all of them; None is no bound. `cache_bytes` bounds the LoRAs in the
+        engine; None is a share of its memory. `clock` gives seconds in which this process ran.
         """
+        self.cache_limit_bytes = cache_bytes
+        """The memory that LoRAs in the engine may take, beside those that are being sampled; None: not known yet."""
+        self.loaded_count = 0
+        """How often a LoRA was read from its file."""
         self._disk = disk
         self._engine = engine
         self._journal = journal
@@ -115,13 +128,27 @@ class Samplers:
         self._max_unnamed = max_unnamed
         self._published_bytes = published_bytes
         self._clock = clock
-        self._in_engine: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()  # of the next four; nobody waits for the journal with it
+        self._in_engine: OrderedDict[str, int] = OrderedDict()  # → bytes; least recently used first
+        self._in_engine_bytes = 0
+        self._lock = threading.Lock()  # of the next five; nobody waits for the journal with it
         self._rows: dict[str, SamplerRow] = {}
+        self._saved: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # those in `_rows` without a file of their own, oldest first
         self._used_at: dict[str, dict[str, float]] = {}  # model → its unnamed samplers → last use
         self._sizes: dict[str, int] = {}  # of the files of unnamed samplers, in bytes
         self._times_dropped = 0
         self._recalled: set[str] = set()  # models whose samplers of earlier processes are in `_used_at`
+
+    @property
+    def in_engine_count(self) -> int:
+        """How many LoRAs the engine holds for sampling."""
+        return len(self._in_engine)
+
+    @property
+    def in_engine_bytes(self) -> int:
+        """The memory that they take, about."""
+        return self._in_engine_bytes
 
     def row(self, sampler_id: str) -> SamplerRow:
         """The sampler, which counts as used now; any thread may ask.
@@ -140,7 +167,7 @@ class Samplers:
                 row.verify_checksum()
             with self._lock:
                 if times_dropped == self._times_dropped:  # else the row may be gone: look again
-                    self._rows[sampler_id] = row
+                    self._keep_row(row)
                     self._note_use(row)
                     return row
         raise NotFoundError(
@@ -162,8 +189,9 @@ class Samplers:
             self._sizes[row.sampler_id] = size_bytes
             used_at = self._used_at.setdefault(row.model_id or "", {})
             self._note_use(row)
-        self._touch(row)
-        self._drop([name for name in self._in_engine if name in used_at][:-MAX_IN_ENGINE_OF_A_MODEL])
+            of_the_model = [name for name in used_at if name in self._in_engine]
+        self._touch(row.weights_id or "", size_bytes)
+        self._drop([name for name in of_the_model if name != row.weights_id][: -MAX_IN_ENGINE_OF_A_MODEL + 1])
         self._evict_idle(keep=row.weights_id)
 
     def drop_superseded(self, model_id: str, *, busy: Callable[[], Collection[str]]) -> None:
@@ -227,6 +255,7 @@ class Samplers:
             rows = [row for row in self._rows.values() if row.session_id == session_id]
             for row in rows:
                 del self._rows[row.sampler_id]
+                self._saved.pop(row.sampler_id, None)
             for model_id in [name for name in self._used_at if session_of(name) == session_id]:
                 for sampler_id in self._used_at.pop(model_id):
                     self._sizes.pop(sampler_id, None)
@@ -249,8 +278,7 @@ class Samplers:
         job = sample_job(sample.request, row, base, folder, owner=sample.owner)
         if row.weights_id is not None:
             self._load(row, row.weights_id)
-            if len(self._in_engine) > MAX_IN_ENGINE:
-                self._evict_idle(keep=row.weights_id)
+            self._evict_idle(keep=row.weights_id)
         return job
 
     def _load(self, row: SamplerRow, weights_id: str) -> None:
@@ -258,10 +286,13 @@ class Samplers:
         if weights_id not in self._in_engine:
             self._require_same_numbers(row)
             assert row.lora is not None  # every sampler with weights of its own has a lora
-            self._engine.load_weights(
-                weights_id, self._bases.key(row.base_model), LoraSpec(**row.lora), self._read(row)
-            )
-        self._touch(row)
+            weights = self._read(row)
+            self._engine.load_weights(weights_id, self._bases.key(row.base_model), LoraSpec(**row.lora), weights)
+            self.loaded_count += 1
+            size_bytes = sum(array.nbytes + ARRAY_BYTES for array in weights.values())
+        else:
+            size_bytes = self._in_engine[weights_id]
+        self._touch(weights_id, size_bytes)
 
     def _require_same_numbers(self, row: SamplerRow) -> None:
         """Checks that weights which a model has published run on a base model with the numbers of their training.
@@ -290,9 +321,18 @@ class Samplers:
         _, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)
 
-    def _touch(self, row: SamplerRow) -> None:
-        self._in_engine[row.weights_id or ""] = None
-        self._in_engine.move_to_end(row.weights_id or "")
+    def _keep_row(self, row: SamplerRow) -> None:
+        self._rows[row.sampler_id] = row
+        if row.file is None:
+            self._saved[row.sampler_id] = None
+            self._saved.move_to_end(row.sampler_id)
+            if len(self._saved) > MAX_KNOWN_ROWS:
+                oldest, _ = self._saved.popitem(last=False)
+                self._rows.pop(oldest, None)
+
+    def _touch(self, weights_id: str, size_bytes: int) -> None:
+        self._in_engine_bytes += size_bytes - self._in_engine.pop(weights_id, 0)
+        self._in_engine[weights_id] = size_bytes
 
     def _note_use(self, row: SamplerRow) -> None:
         used_at = self._used_at.get(row.model_id or "")
@@ -301,10 +341,21 @@ class Samplers:
             used_at[row.sampler_id] = self._clock()
 
     def _evict_idle(self, *, keep: str | None) -> None:
-        idle = [name for name in self._in_engine if name != keep]
-        self._drop(idle[: max(0, len(self._in_engine) - MAX_IN_ENGINE)])
+        """Drops the least recently used LoRAs until the others fit the memory for them; `keep` stays in any case."""
+        if self.cache_limit_bytes is None:
+            free = self._engine.free_bytes()
+            self.cache_limit_bytes = max(LEAST_CACHE_BYTES, int(CACHE_SHARE * (free or 0)))
+        excess = self._in_engine_bytes - self.cache_limit_bytes
+        gone = []
+        for name, size_bytes in self._in_engine.items():
+            if excess <= 0:
+                break
+            if name != keep:
+                gone.append(name)
+                excess -= size_bytes
+        self._drop(gone)
 
     def _drop(self, names: Sequence[str]) -> None:
         for weights_id in names:
             self._engine.drop_weights(weights_id)
-            del self._in_engine[weights_id]
+            self._in_engine_bytes -= self._in_engine.pop(weights_id)
