@@ -72,6 +72,7 @@ STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.001}}
 
 
 _loops = threading.local()
+_inherited: list[asyncio.AbstractEventLoop] = []
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
@@ -82,8 +83,13 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _forget_loop() -> None:
-    """A forked process has the loop, but none of the threads that its executor counts on."""
+    """A forked process has the loop, but none of the threads that its executor counts on.
+
+    The loop is kept, not deleted: its end would take it out of the epoll set, which both processes share, and then no
+    thread could wake the loop of the parent.
+    """
     if hasattr(_loops, "loop"):
+        _inherited.append(_loops.loop)
         del _loops.loop
 
 
