@@ -45,8 +45,8 @@ def test_ranks_and_replicas_are_shown_with_what_they_have(tmp_path: Path) -> Non
     with running(tmp_path, engine=OnCluster()) as server:
         text = " ".join(CliRunner().invoke(app, ["status", "--url", server.url]).stdout.split())
     for part in (
-        "2 of 3 train (processes 41, 42), lost 1 times",
-        "1 of 2 sample, lost 5 times; 7 versions of weights; 4 requests wait",
+        "2 of 3 train (processes 41, 42), lost 1 time",
+        "1 of 2 sample, lost 5 times; 7 versions of weights; 4 requests waiting",
         "process 44 3 requests, 12 sequences, 2 LoRAs (3.0 MiB)",
     ):
         assert part in text

@@ -92,7 +92,7 @@ def test_some_rewards_are_enough_for_status_0() -> None:
     ("words", "said"),
     [
         (["--flag", "tool_calls"], "No rollout of step 1 has the flag tool_calls. --step N looks at another step."),
-        (["--text", "no such text"], "No rollout of the 1 steps has the text 'no such text'."),
+        (["--text", "no such text"], "No rollout of the 1 step has the text 'no such text'."),
         (["--text", "zz", "--step", "1"], "No rollout of step 1 has the text 'zz'."),
     ],
 )

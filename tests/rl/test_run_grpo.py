@@ -362,7 +362,7 @@ def test_a_prompt_that_is_no_token_ids_is_refused_with_how_to_make_them(made: An
 def test_a_warm_up_longer_than_the_run_is_named() -> None:
     result = run_grpo(ManyDigits(), small(steps=1, lr_warmup_steps=5))
     (finding,) = [finding for finding in result.findings if finding.code == "unused_settings"]
-    assert "is never reached, because lr_warmup_steps = 5 and the run has 1 steps" in finding.evidence
+    assert "is never reached, because lr_warmup_steps = 5 and the run has 1 step" in finding.evidence
     assert not [one for one in run_grpo(ManyDigits(), small(steps=1)).findings if one.code == "unused_settings"]
 
 

@@ -43,7 +43,7 @@ def test_a_python_prompt_shows_an_rl_run_in_one_short_line(tmp_path: Path) -> No
         f"held-out reward at temperature {name} {before.mean:.3f} → {after.mean:.3f}"
         for name, before, after in zip("01", result.heldout_before.values(), result.heldout_after.values(), strict=True)
     ]
-    assert repr(result) == f"<RunResult {tmp_path}: 1 steps, {', '.join(rewards)}>"
+    assert repr(result) == f"<RunResult {tmp_path}: 1 step, {', '.join(rewards)}>"
 
 
 def test_a_supervised_run_prints_its_loss_and_its_heldout_scores(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError, UnknownBaseModelError
+from mint.runs.terminal_text import counted
 
 if TYPE_CHECKING:
     from mint.models.hub import Download
@@ -86,7 +87,7 @@ def _download(plan: Download | IndexModel, console: Console) -> None:
 
     if isinstance(plan, Download):
         if plan.files:
-            console.print(f"{plan.files} files, {decimal(plan.size_bytes)}", highlight=False)
+            console.print(f"{counted(plan.files, 'file')}, {decimal(plan.size_bytes)}", highlight=False)
         folder = download(plan)
     else:
         console.print(

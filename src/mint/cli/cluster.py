@@ -13,6 +13,7 @@ from rich.text import Text
 
 from mint.cli.terminal import Json, fail, print_pairs
 from mint.errors import ConnectionLostError, InvalidRequestError, MintError
+from mint.runs.terminal_text import counted
 
 DEFAULT_URL = "http://127.0.0.1:8500"
 """The address of `mint serve` without options."""
@@ -69,22 +70,25 @@ def described(health: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [*lines, ("cluster", "none: one process trains and samples")]
     processes = ", ".join(map(str, cluster["ranks"]))
     ranks = f"{cluster['running']} of {cluster['trainers']} train"
-    lines.append(("ranks", f"{ranks}{f' (processes {processes})' if processes else ''}, lost {cluster['lost']} times"))
+    lines.append(
+        ("ranks", f"{ranks}{f' (processes {processes})' if processes else ''}, lost {counted(cluster['lost'], 'time')}")
+    )
     if "samplers" not in cluster:
         return [*lines, ("replicas", "none: the server's own process samples")]
     lines.append(
         (
             "replicas",
-            f"{cluster['sampling']} of {cluster['samplers']} sample, lost {cluster['samplers_lost']} times; "
-            f"{cluster['versions']} versions of weights; {cluster['waiting']} requests wait for a replica",
+            f"{cluster['sampling']} of {cluster['samplers']} sample, lost {counted(cluster['samplers_lost'], 'time')}; "
+            f"{counted(cluster['versions'], 'version')} of weights; "
+            f"{counted(cluster['waiting'], 'request')} waiting for a replica",
         )
     )
     return lines + [(f"process {own['process']}", _replica(own)) for own in cluster["replicas"]]
 
 
 def _replica(own: Mapping[str, Any]) -> str:
-    loras = f"{own['loras']} LoRAs ({own['lora_bytes'] / 2**20:.1f} MiB)"
-    return f"{own['jobs']} requests, {own['sequences']} sequences, {loras}"
+    loras = f"{counted(own['loras'], 'LoRA')} ({own['lora_bytes'] / 2**20:.1f} MiB)"
+    return f"{counted(own['jobs'], 'request')}, {counted(own['sequences'], 'sequence')}, {loras}"
 
 
 def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

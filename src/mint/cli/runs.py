@@ -20,7 +20,7 @@ from rich.text import Text
 from mint.cli.run_names import Run, find_run, newest_folders
 from mint.cli.terminal import Json, fail, print_pairs, say
 from mint.errors import InvalidRequestError, MintError, NotFoundError
-from mint.runs.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
+from mint.runs.terminal_text import counted, evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
 if TYPE_CHECKING:
     from mint.runs.reader import RunReader, RunSummary
@@ -89,7 +89,8 @@ def _no_hit(reader: RunReader, step: int | None, item: int | None, flags: frozen
     """The sentence for a question without hits: where was looked for what."""
     place = " and ".join([*([] if step is None else [f"step {step}"]), *([] if item is None else [f"item {item}"])])
     wanted = [f"the flag {flag}" for flag in sorted(flags)] + ([f"the text {text!r}"] if text else [])
-    found = f"No rollout of {place or f'the {len(reader.steps())} steps'} has {' and '.join(wanted)}."
+    steps = counted(len(reader.steps()), "step")
+    found = f"No rollout of {place or f'the {steps}'} has {' and '.join(wanted)}."
     return found if not flags or step is None else f"{found} --step N looks at another step."
 
 
@@ -235,7 +236,9 @@ def _select(
         have = f"those from {steps[0]} to {steps[-1]}" if steps else "none yet"
         raise NotFoundError("has no rollouts", field="--step", value=step, remedy=f"The run has {have}")
     if item is not None and item not in (items := reader.items()):
-        have = f"rollouts of {len(items)} items, from {items[0]} to {items[-1]}" if items else "no rollouts yet"
+        have = (
+            f"rollouts of {counted(len(items), 'item')}, from {items[0]} to {items[-1]}" if items else "no rollouts yet"
+        )
         raise NotFoundError("has no rollouts", field="--item", value=item, remedy=f"The run has {have}")
     if not worst and not best:
         worst = best = ROLLOUTS // 2
@@ -259,7 +262,7 @@ def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     facts = [f"{name} {value:+.3f}" for name, value in row["parts"].items()]
     if row.get("advantage") is not None:
         facts.append(f"advantage {row['advantage']:+.3f}")
-    facts.append(f"{len(row['tokens'])} tokens, {row['stop_reason']}")
+    facts.append(f"{counted(len(row['tokens']), 'token')}, {row['stop_reason']}")
     place = f"step {row['step']} item {row['item']} rollout {row['row']}"
     console.print(Text.assemble((place, "bold"), f"  {reward}  ({', '.join(facts)})"))
     prompt = str(row["prompt"])

@@ -40,6 +40,7 @@ from mint.runs.interrupt import (
 )
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
+from mint.runs.terminal_text import counted
 
 log = logging.getLogger("mint.runs")
 
@@ -146,7 +147,7 @@ def _never_reached(config: RunConfig, steps: int) -> list[str]:
     warm_up = config.lr_warmup_steps
     return [
         f"learning_rate = {config.learning_rate:g} is never reached, because lr_warmup_steps = {warm_up} and the run "
-        f"has {steps} steps"
+        f"has {counted(steps, 'step')}"
     ]
 
 

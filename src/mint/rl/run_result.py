@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.tracking.shown_result import ShownResult
+from mint.runs.terminal_text import counted
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,4 @@ class RunResult(ShownResult):
             if (after := self.heldout_after.get(temperature)) is not None
         ]
         ended = "" if self.stopped_by is None else f", stopped by {self.stopped_by}"
-        return f"<{type(self).__name__} {self.run_dir}: {self.steps} steps{ended}{''.join(rewards)}>"
+        return f"<{type(self).__name__} {self.run_dir}: {counted(self.steps, 'step')}{ended}{''.join(rewards)}>"

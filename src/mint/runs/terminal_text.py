@@ -1,4 +1,4 @@
-"""Makes text from a model harmless for a terminal: shows control characters instead of sending them."""
+"""Text of reports: numbers with their nouns, and text from a model without its control characters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 def one_line(text: str) -> str:
     """`text` on one line: line breaks as ⏎, tabs as ⇥, other unprintable characters by their code point."""
     return "".join(sign if sign.isprintable() else _shown(sign) for sign in text)
+
+
+def counted(number: float, noun: str) -> str:
+    """A number and what it counts: `1 step`, `12 steps`."""
+    return f"{number:.0f} {noun}{'' if round(number) == 1 else 's'}"
 
 
 def paragraph(text: str) -> str:

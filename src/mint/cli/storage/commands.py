@@ -32,7 +32,7 @@ from mint.cli.storage.tables import (
 )
 from mint.cli.terminal import Json, fail, renamed
 from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError
-from mint.runs.terminal_text import paragraph
+from mint.runs.terminal_text import counted, paragraph
 
 if TYPE_CHECKING:
     from mint.cli.storage.storage import Storage
@@ -96,7 +96,7 @@ def list_runs(
             for run in page.training_runs
         ]
         columns = ("model", "run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
-        print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
+        print_table(columns, rows, f"{len(rows)} of {counted(page.cursor.total_count, 'model')}")
     if found:
         left_out = [] if failed_starts else [run["name"] for run in found if is_failed_start(run)]
         rows = [run_row(number, run) for number, run in enumerate(found, 1) if run["name"] not in left_out]
@@ -382,7 +382,7 @@ def list_sessions(
             for session in found
         ]
         columns = ("session", "owner", "state", "name", "project", "created (UTC)", "checkpoints", "stored")
-        print_table(columns, rows, f"{len(rows)} sessions")
+        print_table(columns, rows, counted(len(rows), "session"))
 
 
 @sessions_app.command(name="show")
@@ -441,7 +441,7 @@ def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
             print_json({"supported_models": [record_json(model) for model in offered]})
             return
         rows = [(model.model_name, str(model.max_context_length or "")) for model in offered]
-        print_table(("model", "context"), rows, f"{len(rows)} models")
+        print_table(("model", "context"), rows, counted(len(rows), "model"))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mint.cli.terminal import print_pairs
-from mint.runs.terminal_text import paragraph
+from mint.runs.terminal_text import counted, paragraph
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -73,7 +73,7 @@ def print_checkpoints(saved: Sequence[Checkpoint], total: int) -> None:
         for one in saved
     ]
     columns = ("checkpoint", "type", "size", "created (UTC)", "expires (UTC)", "published")
-    print_table(columns, rows, f"{len(rows)} of {total} checkpoints")
+    print_table(columns, rows, f"{len(rows)} of {counted(total, 'checkpoint')}")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:

@@ -14,6 +14,7 @@ from mint.rl.analysis.signal_rules import CHANGE_WINDOW
 from mint.rl.analysis.step_statistics import best_window, metric, reward_change, reward_trend, reward_window
 from mint.rl.estimate import Z95
 from mint.rl.finding import Finding
+from mint.runs.terminal_text import counted
 
 PATIENCE = 25
 """The fewest steps with a signal before a flat reward is reported. Some healthy runs rise only after a dozen."""
@@ -85,8 +86,8 @@ def no_progress(view: StepView) -> Finding | None:
         "no_progress",
         "warning",
         view.step,
-        f"{with_signal} steps had a signal, but the mean reward, {start.mean:.3f} at the start, has changed by "
-        f"{line.rise:+.3f} along its trend and by {change.rise:+.3f} since the first {START_STEPS} steps (standard "
+        f"{counted(with_signal, 'step')} had a signal, but the mean reward, {start.mean:.3f} at the start, has changed "
+        f"by {line.rise:+.3f} along its trend and by {change.rise:+.3f} since the first {START_STEPS} steps (standard "
         f"errors {line.scatter:.3f} and {change.scatter:.3f}), and no held-out evaluation shows a gain",
         "Read some completions with their rewards: does the prompt say what will be rewarded? Grade one completion "
         "twice. Then raise learning_rate or batch_size, use easier items or partial credit, or start with "

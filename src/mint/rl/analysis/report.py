@@ -18,7 +18,7 @@ from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.run_result import RunResult
 from mint.rl.tracking.token_counts import TokenCounts, token_counts_table
-from mint.runs.terminal_text import COLORS, interval_text, one_line, paragraph, temperature_name
+from mint.runs.terminal_text import COLORS, counted, interval_text, one_line, paragraph, temperature_name
 
 EXAMPLES = 3
 EXAMPLE_SIGNS = 600
@@ -33,8 +33,8 @@ def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping
         _print_examples(console, evaluations)
     rate = result.samples / result.seconds if result.seconds else 0.0
     console.print(
-        f"{result.steps} steps in {result.seconds:.1f} s ({result.seconds_setup:.1f} s of setup before), "
-        f"{result.samples} completions ({rate:.0f}/s), "
+        f"{counted(result.steps, 'step')} in {result.seconds:.1f} s ({result.seconds_setup:.1f} s of setup before), "
+        f"{counted(result.samples, 'completion')} ({rate:.0f}/s), "
         f"the logprobs of sampler and trainer {_agreement(result.max_abs_logprob_diff)}"
     )
     print_findings(console, result.findings)
@@ -125,7 +125,7 @@ def print_token_counts(console: Console, run: TokenCounts, items: Mapping[int, T
     """Token counts of the run, and of the items with the most generated tokens."""
     console.print(token_counts_table({"all": run}, title="where the tokens went", first="run"))
     most = dict(list(items.items())[:SHOWN_ITEMS])
-    console.print(token_counts_table(most, title=f"the {len(most)} items with the most tokens"))
+    console.print(token_counts_table(most, title=f"the {counted(len(most), 'item')} with the most tokens"))
 
 
 def print_regression(console: Console, metric: str, regression: Regression) -> None:
@@ -134,7 +134,7 @@ def print_regression(console: Console, metric: str, regression: Regression) -> N
     console.print(
         f"[{color}]{regression.verdict}[/{color}]: {metric}, {escape(regression.explanation)}", soft_wrap=True
     )
-    console.print(f"{regression.evaluations} checkpoints were evaluated for this")
+    console.print(f"evaluated for this: {counted(regression.evaluations, 'checkpoint')}")
 
 
 def print_examination(console: Console, task: str, examination: Examination) -> None:
@@ -147,7 +147,7 @@ def print_examination(console: Console, task: str, examination: Examination) -> 
 
 def print_plan(console: Console, planned: Plan) -> None:
     """A row per group size; the recommended one is marked."""
-    table = Table(title=f"pass rate {planned.pass_rate:.2f}, {planned.batch_size} prompts per step")
+    table = Table(title=f"pass rate {planned.pass_rate:.2f}, {counted(planned.batch_size, 'prompt')} per step")
     for heading in ("group size", "informative groups", "tokens per step", "tokens per informative token", ""):
         table.add_column(heading, justify="right")
     for option in planned.options:

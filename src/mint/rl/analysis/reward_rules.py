@@ -20,6 +20,7 @@ from mint.rl.analysis.step_statistics import mean, metric, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding, Severity
 from mint.rl.tasks.judges import position_bias
+from mint.runs.terminal_text import counted
 
 FAILED_STEPS = 3
 """Steps over which grader failures are counted."""
@@ -334,7 +335,8 @@ def _grading(view: StepView, code: str, failed: float, what: str, remedy: str) -
         code,
         "error" if decisive else "warning",
         view.step,
-        f"{failed:.0f} of {count:.0f} rollouts of the last {len(view.last(FAILED_STEPS))} steps {what}",
+        f"{failed:.0f} of {counted(count, 'rollout')} of the last "
+        f"{counted(len(view.last(FAILED_STEPS)), 'step')} {what}",
         remedy,
         {"failed": failed, "rollouts": count},
     )

@@ -27,6 +27,7 @@ from mint.rl.analysis.step_statistics import (
 )
 from mint.rl.finding import Finding
 from mint.rl.objective import is_recorded_function
+from mint.runs.terminal_text import counted
 
 SILENT_STEPS = 3
 SILENT_GROUPS = 16
@@ -121,7 +122,8 @@ def nothing_trained(view: StepView) -> Finding | None:
         "nothing_trained",
         "error",
         view.step,
-        f"in {len(steps)} steps {left_out:.0f} groups had unequal rewards, and none of them went into the loss",
+        f"in {counted(len(steps), 'step')} {counted(left_out, 'group')} had unequal rewards, "
+        "and none of them went into the loss",
         f"Look at what may leave all of them out: {', '.join(causes)}"
         if causes
         else "Look at the advantages of the rollouts: all of them are 0",
@@ -139,8 +141,8 @@ def no_signal(view: StepView) -> Finding | None:
     bad = total(steps, "groups/all_bad")
     numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": groups - good - bad}
     evidence = (
-        f"in {len(steps)} steps {groups:.0f} groups were graded: {good:.0f} all right, {bad:.0f} all wrong, "
-        f"{numbers['used']:.0f} with unequal rewards"
+        f"in {counted(len(steps), 'step')} {counted(groups, 'group')} got rewards: "
+        f"{good:.0f} all right, {bad:.0f} all wrong, {numbers['used']:.0f} with unequal rewards"
     )
     constant = _constant_reward(view, steps, evidence, numbers)
     if constant is not None:
@@ -231,7 +233,7 @@ def saturation(view: StepView) -> Finding | None:
         "saturation",
         "info",
         view.step,
-        f"{rate:.1%} of the rollouts of the last {len(steps)} steps succeed; "
+        f"{rate:.1%} of the rollouts of the last {counted(len(steps), 'step')} succeed; "
         f"{informative_share(steps):.0%} of the groups still carry a signal",
         "The task is nearly solved: stop here, use harder items, or set curriculum=True to leave solved ones out",
         {"success_rate": rate, "informative_share": informative_share(steps)},

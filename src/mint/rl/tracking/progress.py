@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mint.runs.terminal_text import COLORS, evaluation_name, interval_text, one_line, sample_lines, sparkline
+from mint.runs.terminal_text import COLORS, counted, evaluation_name, interval_text, one_line, sample_lines, sparkline
 
 CURVE_WIDTH = 40
 HEADING_WIDTH = 8
@@ -203,7 +203,7 @@ def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = _step_s(metrics)
     tokens = metrics["rollouts/tokens"]
     tokens_per_s = tokens / seconds if seconds else math.nan
-    speed = f"{seconds:.2f} s per step   {tokens:.0f} tokens   {tokens_per_s:.0f} tokens/s"
+    speed = f"{seconds:.2f} s per step   {counted(tokens, 'token')}   {tokens_per_s:.0f} tokens/s"
     if metrics["datums"] == 0:
         return [("policy", policy), ("update", _no_step(metrics)), ("speed", speed)]
     update = f"gradient {metrics['optim/grad_norm']:.3g}   entropy {metrics.get('train/entropy', math.nan):.3f}"
@@ -223,7 +223,7 @@ def _no_step(metrics: Mapping[str, Any]) -> str:
     bad = int(metrics["groups/all_bad"])
     left_out = int(metrics.get("groups/untrained", 0))
     if left_out:
-        return f"no step taken: nothing of {left_out} groups with unequal rewards went into the loss"
+        return f"no step taken: nothing of {counted(left_out, 'group')} with unequal rewards went into the loss"
     return f"no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mint.errors import MintError
 from mint.rl.tracking.plot import curve_name, plot_curve
 from mint.runs.log import RunLog, is_run
-from mint.runs.terminal_text import evaluation_name, interval_text, sparkline
+from mint.runs.terminal_text import counted, evaluation_name, interval_text, sparkline
 
 CURVE_WIDTH = 40
 
@@ -53,7 +53,7 @@ class ShownResult:
         if curve is not None:
             values = [float(row[curve]) for row in metrics]
             ends = f"{values[0]:.3f} → {values[-1]:.3f}"
-            rows.append((curve, f"{sparkline(values, CURVE_WIDTH)}  {ends} in {len(values)} steps"))
+            rows.append((curve, f"{sparkline(values, CURVE_WIDTH)}  {ends} in {counted(len(values), 'step')}"))
         rows += [
             ("finding", f"{row['severity']}: {row['code']} at step {row['step']}. {row['evidence']}. {row['remedy']}")
             for row in log.read("findings.jsonl")
