@@ -17,7 +17,7 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 
 HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine", "cluster"}),
-    "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
+    "httpx": frozenset({"client/connection/http_transport.py", "cluster/external/host.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset(
         {
             "server/http",

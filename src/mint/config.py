@@ -22,6 +22,9 @@
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
+| `MINT_SAMPLER` | comma-separated model servers that sample: `vllm=http://HOST:PORT` | none |
+| `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
+| `MINT_SAMPLER_API_KEY` | the key that they ask for | unset |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `MINT_BATCH_INVARIANT` | on a GPU, a sampled row has the same bits in any batch; slower | off |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
@@ -45,6 +48,7 @@
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
 | `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
 | `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS`, `MINT_SERVE_SAMPLERS` | as the variables without `SERVE` | those |
+| `MINT_SERVE_SAMPLER`, `MINT_SERVE_SAMPLER_FOLDER` | as the variables without `SERVE` | those |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
@@ -95,6 +99,20 @@ Cluster = Annotated[str, AfterValidator(_cluster)]
 """Where the processes of a cluster run."""
 
 
+_SAMPLER = re.compile(r"vllm=(https?://[^/?#@\s,]+(?:/[^?#@\s,]*)?)")
+
+
+def _samplers(text: str) -> str:
+    for part in text.split(","):
+        if part.strip() and _SAMPLER.fullmatch(part.strip()) is None:
+            raise ValueError("is not of the form vllm=http://HOST:PORT")
+    return text
+
+
+Samplers = Annotated[str, AfterValidator(_samplers)]
+"""Model servers that sample, separated by commas."""
+
+
 class Settings(BaseSettings):
     """The checked settings of a client and of the embedded service."""
 
@@ -125,10 +143,18 @@ class Settings(BaseSettings):
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)
     collective_timeout_s: float = Field(30.0, gt=0)
+    sampler: Samplers = ""
+    sampler_folder: Path | None = None
+    sampler_api_key: str | None = Field(None, repr=False)
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False
     )
+
+    @property
+    def sampler_addresses(self) -> list[str]:
+        """The addresses in `sampler`."""
+        return [part.strip().partition("=")[2].rstrip("/") for part in self.sampler.split(",") if part.strip()]
 
     @property
     def home_dir(self) -> Path:
@@ -230,6 +256,8 @@ class ServeSettings(BaseSettings):
     cluster: Cluster | None = None
     trainers: int | None = Field(None, ge=1, le=64)
     samplers: int | None = Field(None, ge=0, le=64)
+    sampler: Samplers | None = None
+    sampler_folder: Path | None = None
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -261,8 +289,9 @@ class ServeSettings(BaseSettings):
         return found
 
     def with_cluster(self, base: Settings) -> Settings:
-        """`base` with the cluster that these settings ask for, if they do."""
-        given = {"cluster": self.cluster, "trainers": self.trainers, "samplers": self.samplers}
+        """`base` with the cluster and the samplers that these settings ask for, if they do."""
+        given: dict[str, object] = {"cluster": self.cluster, "trainers": self.trainers, "samplers": self.samplers}
+        given |= {"sampler": self.sampler, "sampler_folder": self.sampler_folder}
         return base.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     @classmethod

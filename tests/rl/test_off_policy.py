@@ -14,7 +14,7 @@ from digits_task import ManyDigits
 from mint.rl import RLConfig, run_grpo
 from mint.rl.config import CorrectionName
 from mint.rl.run_frame import ProgressHook
-from mint.rl.training.off_policy import correction_factors, correction_metrics
+from mint.rl.training.off_policy import correction_factors, correction_metrics, truncated_by_default
 
 
 def reference(proximal: list[float], sampled: list[float], name: str, low: float, high: float) -> list[float]:
@@ -139,3 +139,17 @@ def test_the_kl_penalty_changes_and_its_reference_is_renewed_also_in_a_resumed_r
         steps(run_dir=tmp_path / "broken", on_progress=stop_after_step_4, **fields)
     resumed = steps(run_dir=tmp_path / "broken", resume=True, **fields)
     assert [row["kl/policy_reference_k3"] for row in resumed] == drift
+
+
+def test_samples_of_another_program_are_truncated_unless_the_config_says_how() -> None:
+    measured = {"sampler_promise": "measured"}
+    plain = RLConfig()
+    assert truncated_by_default(plain, {}) is plain
+    assert truncated_by_default(plain, measured).loss_fn_config == {"tis_cap": 2.0}
+    assert truncated_by_default(RLConfig(loss_fn="ppo"), measured).correction == "token_truncate"
+    for own in (
+        RLConfig(loss_fn_config={"tis_cap": 5.0}),
+        RLConfig(correction="token_mask"),
+        RLConfig(loss_fn=lambda logprobs, sampled, advantages, weights: (logprobs * weights).sum()),
+    ):
+        assert truncated_by_default(own, measured) is own

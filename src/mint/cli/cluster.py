@@ -68,13 +68,16 @@ def described(health: Mapping[str, Any]) -> list[tuple[str, str]]:
     cluster = health.get("cluster")
     if not cluster:
         return [*lines, ("cluster", "none: one process trains and samples")]
+    external = _external(cluster["external"]) if "external" in cluster else []
+    if "ranks" not in cluster:
+        return lines + external
     processes = ", ".join(map(str, cluster["ranks"]))
     ranks = f"{cluster['running']} of {cluster['trainers']} train"
     lines.append(
         ("ranks", f"{ranks}{f' (processes {processes})' if processes else ''}, lost {counted(cluster['lost'], 'time')}")
     )
     if "samplers" not in cluster:
-        return [*lines, ("replicas", "none: the server's own process samples")]
+        return lines + (external or [("replicas", "none: the server's own process samples")])
     lines.append(
         (
             "replicas",
@@ -83,7 +86,27 @@ def described(health: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{counted(cluster['waiting'], 'request')} waiting for a replica",
         )
     )
-    return lines + [(f"process {own['process']}", _replica(own)) for own in cluster["replicas"]]
+    return lines + [(f"process {own['process']}", _replica(own)) for own in cluster["replicas"]] + external
+
+
+def _external(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What external samplers have, and how far they are from the trainer."""
+    gap = state["gap"]
+    return [
+        *((f"sampler {host['address']}", _host(host)) for host in state["hosts"]),
+        ("versions", f"{state['versions']} of weights; {state['waiting']} requests wait for a sampler"),
+        (
+            "sampler − trainer",
+            f"|Δ logprob| {gap['mean']:.2g} in the mean and {gap['max']:.2g} at most, over {gap['tokens']} tokens; "
+            f"too large in {gap['alarms']} passes",
+        ),
+    ]
+
+
+def _host(host: Mapping[str, Any]) -> str:
+    if not host["up"]:
+        return f"is not reached: {host['problem']}; lost {host['lost']} times"
+    return f"{host['jobs']} requests, {host['sequences']} sequences, {host['loras']} LoRAs; lost {host['lost']} times"
 
 
 def _replica(own: Mapping[str, Any]) -> str:

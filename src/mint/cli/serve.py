@@ -62,6 +62,12 @@ def serve(
     samplers: Annotated[
         int | None, typer.Option(help="with --cluster: how many processes sample; if not given, the server's own does")
     ] = None,
+    sampler: Annotated[
+        list[str] | None, typer.Option(help="a model server that samples: vllm=http://HOST:PORT; may be repeated")
+    ] = None,
+    sampler_folder: Annotated[
+        Path | None, typer.Option(help="where it reads LoRAs, if it is elsewhere: a folder that both have")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
 ) -> None:
     """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
@@ -84,6 +90,8 @@ def serve(
         "cluster": cluster,
         "trainers": trainers,
         "samplers": samplers,
+        "sampler": ",".join(sampler or ()) or None,
+        "sampler_folder": sampler_folder,
     }
     try:
         settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)

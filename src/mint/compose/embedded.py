@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mint.compose.cluster_engine import cluster_engine
+from mint.compose.external_engine import external_engine
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.bases.lora_layers import lora_layers
@@ -81,7 +82,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
         if engine is not None or options:
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         kernels = (settings.native, settings.instructions)
-        cluster = (settings.cluster, settings.trainers, settings.samplers)
+        cluster = (settings.cluster, settings.trainers, settings.samplers, settings.sampler, settings.sampler_folder)
         own = _engine_settings(settings).items()
         key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *own)
         if key in _running:
@@ -111,6 +112,11 @@ def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: E
     """The given engine, or the one that the settings ask for; `on_lost` as in `guarded`."""
     if engine is not None:
         return guarded(engine, on_lost)
+    trainer = _trainer(settings, on_lost)
+    return external_engine(settings, trainer) if settings.sampler_addresses else trainer
+
+
+def _trainer(settings: Settings, on_lost: Callable[[str], None]) -> Engine:
     if settings.cluster is not None:
         return cluster_engine(settings, torch_engine)
     own = torch_engine(settings)

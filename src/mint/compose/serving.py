@@ -227,8 +227,9 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         logging.shutdown()
         os._exit(DEVICE_LOST_STATUS)
 
+    own = watched_engine(base, end_process, engine)
     service = Service(
-        metrics.metered(watched_engine(base, end_process, engine)),
+        metrics.metered(own),
         settings.folder,
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
@@ -239,6 +240,9 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     )
     for name in service.base_models.names:
         service.base_models.folder(name)
+    check_at_start = getattr(own, "check_at_start", None)
+    if check_at_start is not None:
+        check_at_start([service.base_models.key(name) for name in service.base_models.names])
     metrics.watch(service)
     return service
 

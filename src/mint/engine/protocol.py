@@ -255,7 +255,8 @@ class Sample:
     """One continuation: tokens int64 [T], logprobs float32 [T] as the job asked; `stopped` is False at max_tokens.
 
     `topk` has the most probable tokens at each place, best first, [T, K], where asked. With the logprobs mode `both`,
-    `logprobs` are the raw ones, and `processed` float32 [T] those of the distributions that were drawn from.
+    `logprobs` are the raw ones, and `processed` float32 [T] those of the distributions that were drawn from. `details`
+    is what an external sampler says of the sample beside its tokens (`weight_versions`, `routed_experts`).
     """
 
     tokens: np.ndarray
@@ -263,6 +264,7 @@ class Sample:
     stopped: bool
     topk: TokenTable | None = None
     processed: np.ndarray | None = None
+    details: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ step, position). So a run repeats bit for bit, and resumes from a checkpoint bit
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,10 +39,13 @@ from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.custom_metrics import custom_metrics, without_nonfinite
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate, timeline_rows
 from mint.rl.training.kl_reference import KLReference
+from mint.rl.training.off_policy import truncated_by_default
 from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
 from mint.runs.log import ResumePoint
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
+
+log = logging.getLogger(__name__)
 
 DIAGNOSED_STEPS = 10
 """The live diagnosis reads the rollouts of so many last steps."""
@@ -119,7 +123,12 @@ def _run_task(
             unused_settings=_unused_on(task, config),
         ) as frame,
     ):
-        run = _RLRun(task, config, frame, calls, dataset=dataset, heldout=heldout)
+        truncated = truncated_by_default(config, frame.effective)
+        if truncated is not config:
+            how = {name: getattr(truncated, name) for name in ("correction", "loss_fn_config")}
+            frame.log.save_effective({**frame.effective, "truncated_by_default": how})
+            log.warning("%s samples, and the trainer's logprobs differ: %s", frame.effective["sampler"], how)
+        run = _RLRun(task, truncated, frame, calls, dataset=dataset, heldout=heldout)
         if left_out:
             frame.note(_heldout_overlap(left_out, len(all_heldout)))
         return run.train(began)

@@ -111,6 +111,7 @@ def open_run(
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
                 run.trainer = trainer or make_trainer(service, config, point)
                 info = run.trainer.get_info()
+                run.effective = info.effective
                 run_log.save_effective(info.effective)
                 model = info.model_name or info.model_data.model_name
                 unused = [
@@ -203,6 +204,8 @@ class RunFrame:
         self.metrics: list[dict[str, Any]] = log.read("metrics.jsonl")
         self.findings = {row["code"]: Finding(**row) for row in log.read("findings.jsonl")}
         self.stopped_by: str | None = None
+        self.effective: Mapping[str, Any] = {}
+        """What took effect on the server."""
         self._saved_step = 0 if point is None else point.step
         self._interrupt = Interrupt()
 

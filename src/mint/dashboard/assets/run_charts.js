@@ -118,7 +118,7 @@ export const CHARTS = [
   { id: "ratio", title: "Probability ratio", y: "ratio to the sampling policy", series: always(metric("train/ratio", "mean"), metric("train/ratio_min", "min"),
     metric("train/ratio_max", "max"), metric("train/ratio_p99", "p99"), metric("train/ess", "effective sample size")) },
   { id: "mismatch", title: "Sampler–trainer mismatch", y: "|Δ logprob|, nats",
-    series: always(metric("mismatch/mean_abs_logprob_diff", "mean"), metric("mismatch/max_abs_logprob_diff", "max")) },
+    series: always(metric("mismatch/mean_abs_logprob_diff", "mean"), metric("mismatch/max_abs_logprob_diff", "max"), metric("mismatch/k3", "k3")) },
   { id: "rate", title: "Learning rate and temperature", y: "learning rate", right: "temperature", series: always(metric("learning_rate", "learning rate"), metric("temperature", "temperature", "right")) },
   { id: "throughput", title: "Throughput", y: "sampled tokens per second", unit: "count", include: [0], series: always(throughput) },
   { id: "phases", title: "Time per phase", y: "time per step", unit: "seconds", include: [0], isStacked: true,

@@ -97,13 +97,14 @@ function showTenants(tenants) {
 
 /** All counters of the engine since its start, in groups. */
 function showEngine({ tokens, busy_s, sampling, kv_pages, cluster }) {
-  const { ranks = [], replicas = [], ...processes } = cluster ?? {};
+  const { ranks = [], replicas = [], external, ...processes } = cluster ?? {};
   const groups = [
     ["Tokens since the start", Object.entries(tokens).map(([name, value]) => [name, compact(value)])],
     ["Time in the engine", Object.entries(busy_s).sort(([, a], [, b]) => b - a).map(([name, value]) => [words(name), duration(value)])],
     ["Sampling", [...cacheShare(sampling), ...counters(sampling)]],
     ["Pages of the cache", counters(kv_pages)],
     ["Processes", [...counters(processes), ...ranks.map(rankRow), ...replicas.map(replicaRow)]],
+    ["External samplers", external ? [...external.hosts.map(hostRow), ...gapRows(external.gap)] : []],
   ];
   find("#engine tbody").replaceChildren(...groups.filter(([, rows]) => rows.length).flatMap(([title, rows]) => [
     el("tr", { class: "group" }, el("th", { scope: "colgroup", colspan: 2 }, title)),
@@ -116,6 +117,16 @@ const rankRow = (process) => [`rank, process ${process}`, "trains"];
 /** What one replica has: its queue, and the loras in its memory. */
 const replicaRow = ({ process, jobs, sequences, loras, lora_bytes }) =>
   [`replica, process ${process}`, `${number(jobs)} requests, ${number(sequences)} sequences, ${number(loras)} loras (${bytes(lora_bytes)})`];
+
+/** An external sampler: what it has, or why it is not reached. */
+const hostRow = ({ address, up, problem, jobs, sequences, loras, lost }) =>
+  [address, up ? `${number(jobs)} requests, ${number(sequences)} sequences, ${number(loras)} loras; lost ${number(lost)} times` : `not reached: ${problem}`];
+
+/** How far sampler and trainer are apart, in nats. */
+const gapRows = ({ tokens, mean, max, alarms, last }) => tokens === 0 ? [] : [
+  ["|Δ logprob| to the trainer, mean", mean.toExponential(1)], ["at most", max.toExponential(1)],
+  ...(last ? [["k3 in the last pass", last.k3.toExponential(1)]] : []), ["passes in which it was too large", number(alarms)],
+];
 
 /** The share of prompt tokens found in the prefix cache. */
 function cacheShare({ prefilled, reused } = {}) {

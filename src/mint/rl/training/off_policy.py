@@ -10,11 +10,28 @@ Letters: T sampled tokens of one rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mint.rl.config import CorrectionName
+from mint.rl.config import CorrectionName, RLConfig
+
+TIS_CAP = 2.0
+"""The bound of a token's ratio where another program samples."""
+
+
+def truncated_by_default(config: RLConfig, effective: Mapping[str, Any]) -> RLConfig:
+    """The config with truncated importance sampling, if the server says that it measures the distance of sampler and
+    trainer (`sampler_promise`), and the config says nothing of it; else the same object."""
+    given = config.loss_fn_config or {}
+    if effective.get("sampler_promise") != "measured" or config.correction is not None or "tis_cap" in given:
+        return config
+    if callable(config.loss_fn):
+        return config
+    if config.loss_fn == "importance_sampling":
+        return config.model_copy(update={"loss_fn_config": {**given, "tis_cap": TIS_CAP}})
+    return config.model_copy(update={"correction": "token_truncate"})
 
 
 def correction_factors(

@@ -203,16 +203,21 @@ class PolicyTrainer:
 
 
 def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """|sampler − trainer| over the trained tokens: 0 where the weights to train are those that sampled."""
+    """|sampler − trainer| over the trained tokens, and the k3 estimate of their KL divergence: 0 where the weights to
+    train are those that sampled."""
     differences = np.concatenate(
         [
-            np.abs(datum.loss_fn_inputs["logprobs"].to_numpy() - result["logprobs"].to_numpy())[_is_trained(datum)]
+            (result["logprobs"].to_numpy() - datum.loss_fn_inputs["logprobs"].to_numpy())[_is_trained(datum)]
             for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
         ]
-    )
+    ).astype(np.float64)
+    absolute = np.abs(differences)
+    with np.errstate(over="ignore"):
+        k3 = np.expm1(differences) - differences
     return {
-        "mismatch/max_abs_logprob_diff": float(differences.max()),
-        "mismatch/mean_abs_logprob_diff": float(differences.mean()),
+        "mismatch/max_abs_logprob_diff": float(absolute.max()),
+        "mismatch/mean_abs_logprob_diff": float(absolute.mean()),
+        "mismatch/k3": float(k3.mean()),
     }
 
 

@@ -7,7 +7,7 @@ for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -218,6 +218,25 @@ class _EngineState(Collector):
             yield pages
 
 
+def _external(state: Mapping[str, Any] | None) -> Iterable[Metric]:
+    """Of external samplers: which are up, and how far their logprobs are from the trainer's."""
+    if state is None:
+        return
+    up = GaugeMetricFamily("mint_sampler_up", "1 while an external sampler answers.", labels=("address",))
+    for host in state["hosts"]:
+        up.add_metric((host["address"],), float(host["up"]))
+    yield up
+    gap = state["gap"]
+    last = gap["last"] or {"mean": 0.0, "max": 0.0, "k3": 0.0}
+    of_pass = GaugeMetricFamily(
+        "mint_sampler_gap_nats", "|sampler - trainer| of logprobs in the last pass, and k3.", labels=("of",)
+    )
+    for name, value in last.items():
+        of_pass.add_metric((name,), value)
+    yield of_pass
+    yield CounterMetricFamily("mint_sampler_gap_alarms", "Passes in which it was too large.", value=gap["alarms"])
+
+
 class _ServiceState(Collector):
     """The state of the service, read when metrics are asked for."""
 
@@ -276,6 +295,7 @@ class _ServiceState(Collector):
             "1 once a damaged page or row of the journal was found; models that need it have stopped.",
             value=float(self._service.journal_damage is not None),
         )
+        yield from _external(self._service.cluster_state.get("external"))
         yield GaugeMetricFamily(
             "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
         )

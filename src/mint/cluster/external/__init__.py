@@ -1,0 +1,1 @@
+"""Samplers that are other programs, asked over HTTP in vLLM's protocol."""
