@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mint.cluster.external.gap import Gap, GapMeter
-from mint.cluster.external.lora_check import START_S, check_lora
+from mint.cluster.external.lora_check import PROBE, START_S, check_lora
 from mint.cluster.external.samplers import ExternalSamplers
 from mint.engine.protocol import (
     AdamSpec,
@@ -87,6 +87,7 @@ class ExternalEngine:
             info = self._trainer.load_base(name, path)
             self._infos[name] = info
             self._check(name, START_LORA)
+            self._samplers.add_base(name, START_LORA, self._zeros(name))
         return info
 
     def check_at_start(self, bases: Sequence[str]) -> None:
@@ -228,6 +229,14 @@ class ExternalEngine:
                 self._trainer, self._samplers, self._infos[base], shape[1], within_s=self._start_s
             )
         return self._checked[shape]
+
+    def _zeros(self, base: str) -> Mapping[str, np.ndarray]:
+        """The weights of a lora that changes nothing, as every new one is."""
+        self._trainer.create_model(PROBE, base, START_LORA)
+        try:
+            return self._trainer.read_state(PROBE).weights
+        finally:
+            self._trainer.drop_model(PROBE)
 
     def _measure(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec, result: PassResult) -> None:
         """Notes the gap, if the samples may be of the weights as they are."""

@@ -47,6 +47,8 @@ class _Expected:
     with_lora: np.ndarray
     without: np.ndarray
     version: Version
+    base: Version
+    """A lora of zeros: where many loras are loaded, vLLM's CPU build (0.32.0) applies one of them to the base, too."""
 
 
 def check_lora(engine: Engine, samplers: ExternalSamplers, info: BaseInfo, lora: LoraSpec, *, within_s: float) -> float:
@@ -57,29 +59,33 @@ def check_lora(engine: Engine, samplers: ExternalSamplers, info: BaseInfo, lora:
             something else.
     """
     expected = _expected(engine, info, lora)
-    name = samplers.folders.name(expected.version)
-    path = samplers.folders.write(expected.version)
+    folders = samplers.folders
+    name = folders.name(expected.version)
+    named = {folders.name(version): folders.write(version) for version in (expected.base, expected.version)}
 
-    async def ask(host: Host, base: str) -> tuple[str, np.ndarray, np.ndarray] | tuple[str, str]:
+    async def ask(host: Host, _base: str) -> tuple[str, np.ndarray, np.ndarray] | tuple[str, str]:
         try:
-            without = np.array(await host.prompt_logprobs(expected.tokens, base), np.float32)
-            await host.load_lora(name, str(path))
-            try:
-                return host.address, without, np.array(await host.prompt_logprobs(expected.tokens, name), np.float32)
-            finally:
-                await host.unload_lora(name)
+            found = {}
+            for own, path in named.items():
+                await host.load_lora(own, str(path))
+                try:
+                    found[own] = np.array(await host.prompt_logprobs(expected.tokens, own), np.float32)
+                finally:
+                    await host.unload_lora(own)
+            return host.address, found[name], found[folders.name(expected.base)]
         except (HostUnreachableError, HostRefusedError, BadAnswerError) as error:
             return host.address, str(error)
 
     try:
         answers = samplers.ask_each(info.name, ask, within_s=within_s)
     finally:
-        samplers.folders.remove(name)
+        for own in named:
+            folders.remove(own)
     return max(_gap(expected, lora, *answer) for answer in answers)
 
 
 def _gap(
-    expected: _Expected, lora: LoraSpec, address: str, without: np.ndarray | str, with_lora: np.ndarray | None = None
+    expected: _Expected, lora: LoraSpec, address: str, with_lora: np.ndarray | str, without: np.ndarray | None = None
 ) -> float:
     parts = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
     remedy = "Choose another model server, or serve this base model with LoRAs"
@@ -90,9 +96,9 @@ def _gap(
         shape = f"a LoRA of rank {lora.rank} on {', '.join(parts)}"
         return InvalidRequestError(f"{text}, with {shape}", field="sampler", value=address, remedy=remedy)
 
-    if isinstance(without, str):
-        raise refuse(f"cannot be used: {without}")
-    assert with_lora is not None, "it has answered twice"
+    if isinstance(with_lora, str):
+        raise refuse(f"cannot be used: {with_lora}")
+    assert without is not None, "it has answered twice"
     shift = float(np.abs(expected.with_lora - expected.without).mean())
     base_gap = float(np.abs(without - expected.without).mean())
     gap = float(np.abs(with_lora - expected.with_lora).mean())
@@ -146,9 +152,18 @@ def _expected(engine: Engine, info: BaseInfo, lora: LoraSpec) -> _Expected:
         [with_lora] = engine.forward(PROBE, [datum], loss).logprobs
     finally:
         engine.drop_model(PROBE)
+    return _Expected(
+        tokens.tolist(),
+        with_lora,
+        without,
+        _version(f"check-{lora.rank}", info.name, lora, weights),
+        _version(f"check-{lora.rank}-zero", info.name, lora, start),
+    )
+
+
+def _version(name: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> Version:
     layout, vector = packed(weights)
-    version = Version(f"check-{lora.rank}", info.name, lora, layout, vector.nbytes, vector)
-    return _Expected(tokens.tolist(), with_lora, without, version)
+    return Version(name, base, lora, layout, vector.nbytes, vector)
 
 
 def _of_part(weights: Mapping[str, np.ndarray], part: str) -> set[str]:

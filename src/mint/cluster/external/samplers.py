@@ -52,6 +52,9 @@ MAX_FAILURES = 3
 RETRY_S = 1.0
 """How long a job waits after such an answer, and a sampler after it was not reached."""
 
+BASE = "base of "
+"""Begins the id of the lora of zeros that stands for a base."""
+
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """The answers after which a job is tried again; others blame the request."""
 
@@ -114,6 +117,7 @@ class ExternalSamplers:
         self._versions = Versions(lambda vector: vector)
         self._uses: Counter[str] = Counter()  # jobs of a version, by its name
         self._gone: dict[str, None] = {}  # versions that were dropped, and have jobs yet
+        self._bases: set[str] = set()
         self._waiting = 0
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()  # a sampler came back, or has room
@@ -132,6 +136,13 @@ class ExternalSamplers:
         """Makes a version that jobs may use at once; a sampler loads it with its first job. Any thread may call."""
         self._versions.add(weights_id, base, lora, weights)
         self._retire_gone()
+
+    def add_base(self, base: str, lora: LoraSpec, zeros: Mapping[str, np.ndarray]) -> None:
+        """Has the base sampled through a lora that changes nothing: where all places for loras are taken, vLLM's CPU
+        build (0.32.0) applies the last one to requests that name none."""
+        if base not in self._bases:
+            self.add_weights(BASE + base, base, lora, zeros)
+            self._bases.add(base)
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets weights; unknown ids are fine. Jobs that use them keep them."""
@@ -243,7 +254,8 @@ class ExternalSamplers:
             InvalidRequestError: it asks for what no external sampler has.
         """
         require_possible(job)
-        version = None if job.weights_id is None else self._versions.of(job.weights_id, job.base)
+        weights_id = job.weights_id or (BASE + job.base if job.base in self._bases else None)
+        version = None if weights_id is None else self._versions.of(weights_id, job.base)
         name = None if version is None else version.name
         needs = Needs(
             max(1, job.num_samples),
