@@ -142,6 +142,9 @@ def test_the_kl_penalty_changes_and_its_reference_is_renewed_also_in_a_resumed_r
 
 
 def test_samples_of_another_program_are_truncated_unless_the_config_says_how() -> None:
+    def own_loss(logprobs: Any, sampled: Any, advantages: Any, weights: Any) -> Any:
+        return (logprobs * weights).sum()
+
     measured = {"sampler_promise": "measured"}
     plain = RLConfig()
     assert truncated_by_default(plain, {}) is plain
@@ -150,6 +153,6 @@ def test_samples_of_another_program_are_truncated_unless_the_config_says_how() -
     for own in (
         RLConfig(loss_fn_config={"tis_cap": 5.0}),
         RLConfig(correction="token_mask"),
-        RLConfig(loss_fn=lambda logprobs, sampled, advantages, weights: (logprobs * weights).sum()),
+        RLConfig(loss_fn=own_loss),
     ):
         assert truncated_by_default(own, measured) is own
