@@ -17,7 +17,7 @@ from mint.cluster.external.engine import ExternalEngine
 from mint.cluster.external.gap import ALARM, Gap, GapMeter
 from mint.cluster.external.samplers import ExternalSamplers, served_name
 from mint.cluster.external.vllm_protocol import BadAnswerError, Choice, generate_body, read_choice, require_possible
-from mint.compose.external_engine import external_engine
+from mint.compose.cluster_engine import external_engine
 from mint.config import Settings, read_serve_settings
 from mint.engine.protocol import (
     CANCELLED,

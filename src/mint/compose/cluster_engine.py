@@ -1,5 +1,5 @@
 """Makes the engine of `--cluster`: ranks that train, on this machine or in a Ray cluster, and replicas or this process
-that sample."""
+that sample. And that of `--sampler`: model servers sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 from mint.config import Settings, prepare_ray
 from mint.errors import InvalidRequestError, MissingExtraError
@@ -14,6 +15,8 @@ from mint.extras import install_command
 
 if TYPE_CHECKING:
     from mint.cluster.engine import ClusterEngine
+    from mint.cluster.external.engine import ExternalEngine
+    from mint.engine.protocol import Engine
     from mint.engine.reductions.division import Peers
     from mint.engine.torch_engine import TorchEngine
 
@@ -70,3 +73,31 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
 def _process_engine(settings: Settings, open_engine: OpenTorchEngine, cache_sharers: int, peers: Peers) -> TorchEngine:
     """The engine of one rank or replica; called in its process."""
     return open_engine(settings, peers=peers, cache_sharers=cache_sharers)
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""The hosts that see this machine's files."""
+
+
+def external_engine(settings: Settings, trainer: Engine) -> ExternalEngine:
+    """`trainer`, which samples at the addresses that the settings name.
+
+    Raises:
+        InvalidRequestError: one of them is on another machine, and no folder is named that both see.
+    """
+    from mint.cluster.external.engine import ExternalEngine  # deferred: most runs need none of it
+    from mint.cluster.external.samplers import ExternalSamplers
+
+    addresses = settings.sampler_addresses
+    folder = settings.sampler_folder
+    far = [address for address in addresses if urlsplit(address).hostname not in LOOPBACK]
+    if far and folder is None:
+        raise InvalidRequestError(
+            "is on another machine, and is told where loras lie as a path",
+            field="sampler",
+            value=", ".join(far),
+            remedy="Name a folder on a disk that both have under the same path: --sampler-folder DIR",
+        )
+    folder = None if folder is None else folder.expanduser().resolve()
+    samplers = ExternalSamplers(addresses, api_key=settings.sampler_api_key, shared=folder)
+    return ExternalEngine(trainer, samplers)

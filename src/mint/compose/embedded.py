@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mint.compose.cluster_engine import cluster_engine
-from mint.compose.external_engine import external_engine
+from mint.compose.cluster_engine import cluster_engine, external_engine
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.bases.lora_layers import lora_layers
