@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import HANG_S
@@ -316,6 +317,14 @@ def test_the_log_for_people_is_one_line_per_event(tmp_path: Path) -> None:
         Person(server).send("GET", "/healthz")
     access = [line for line in stream.getvalue().splitlines() if "mint.access" in line]
     assert len(access) == 1 and "status=200" in access[0] and "\x1b" not in access[0]
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_requests_to_other_servers_are_logged_for_debugging_alone(level: str) -> None:
+    stream = io.StringIO()
+    configure_logs(format="console", level=level, stream=stream)
+    httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200))).get("http://other/health")
+    assert ("http://other/health" in stream.getvalue()) == (level == "debug")
 
 
 def test_a_flood_of_requests_that_are_no_http_is_one_line_a_minute(tmp_path: Path, written: io.StringIO) -> None:

@@ -127,6 +127,8 @@ def configure_logs(*, format: str, level: str, stream: TextIO | None = None, on_
     root = logging.getLogger()
     root.handlers[:] = [_OnThread(handler) if on_thread else handler]
     root.setLevel(level.upper())
+    is_debug = root.level <= logging.DEBUG  # httpx has a line for each request to a sampler
+    logging.getLogger("httpx").setLevel(logging.NOTSET if is_debug else logging.WARNING)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
