@@ -37,6 +37,12 @@ MINT_VARIABLES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cluster", choices=("local",), help="run the tests of the service on ranks of a Ray on this machine"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in MINT_VARIABLES:

@@ -45,15 +45,16 @@ def arguments_of(stage: str, name: str) -> list[str]:
     return [arguments for instruction, arguments in STAGES[stage] if instruction == name]
 
 
-def test_there_is_an_image_for_cpus_and_one_for_gpus() -> None:
-    assert list(STAGES) == ["base", "wheel", "cpu", "cuda"]
+def test_there_are_images_for_cpus_for_gpus_and_for_clusters() -> None:
+    assert list(STAGES) == ["base", "wheel", "cpu", "cluster", "cuda"]
     assert {name for steps in STAGES.values() for name, _ in steps} <= KNOWN
-    for target in ("cpu", "cuda"):
+    for target in ("cpu", "cuda", "cluster"):
         assert arguments_of(target, "FROM") == [f"base AS {target}"]
         assert arguments_of(target, "USER")[-1].isdecimal(), "a number, so that hosts can check that it is not root"
         assert (
             f"--target {target}" in FILE.read_text()
-            and f"--target {target}" in (ROOT / "docs/operations.md").read_text()
+            and f"--target {target}"
+            in (ROOT / "docs/operations.md").read_text() + (ROOT / "docs/cluster.md").read_text()
         )
 
 
@@ -82,9 +83,10 @@ def test_the_image_serves_with_settings_that_mint_reads_and_asks_a_route_that_ne
 
 
 def test_the_images_install_extras_that_there_are() -> None:
-    [named] = re.findall(r"mint-\*\.whl\)\[([\w,]+)\]", " ".join(arguments_of("cpu", "RUN")))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(named.split(",")) <= extras.keys() and "local" in named.split(",")
+    for stage, needed in (("cpu", {"local"}), ("cluster", {"local", "cluster"})):
+        [named] = re.findall(r"mint-\*\.whl\)\[([\w,]+)\]", " ".join(arguments_of(stage, "RUN")))
+        assert needed <= set(named.split(",")) <= extras.keys()
 
 
 STEP_LIMIT_S = 1200
