@@ -21,6 +21,7 @@
 | `MINT_CLUSTER` | several processes work: `local` (this machine), `auto` (this Ray) or `ray://HOST:PORT` | none |
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
+| `MINT_SHARD_BASE` | with a cluster: processes that train divide the layers of the base; same results | off |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
 | `MINT_SAMPLER` | comma-separated model servers that sample: `vllm=http://HOST:PORT` | none |
 | `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
@@ -48,6 +49,7 @@
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
 | `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
 | `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS`, `MINT_SERVE_SAMPLERS` | as the variables without `SERVE` | those |
+| `MINT_SERVE_SHARD_BASE` | as `MINT_SHARD_BASE` | that |
 | `MINT_SERVE_SAMPLER`, `MINT_SERVE_SAMPLER_FOLDER` | as the variables without `SERVE` | those |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
@@ -142,6 +144,7 @@ class Settings(BaseSettings):
     cluster: Cluster | None = None
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)
+    shard_base: bool = False
     collective_timeout_s: float = Field(30.0, gt=0)
     sampler: Samplers = ""
     sampler_folder: Path | None = None
@@ -256,6 +259,7 @@ class ServeSettings(BaseSettings):
     cluster: Cluster | None = None
     trainers: int | None = Field(None, ge=1, le=64)
     samplers: int | None = Field(None, ge=0, le=64)
+    shard_base: bool | None = None
     sampler: Samplers | None = None
     sampler_folder: Path | None = None
     log_format: Literal["console", "json"] = "console"
@@ -290,8 +294,8 @@ class ServeSettings(BaseSettings):
 
     def with_cluster(self, base: Settings) -> Settings:
         """`base` with the cluster and the samplers that these settings ask for, if they do."""
-        given: dict[str, object] = {"cluster": self.cluster, "trainers": self.trainers, "samplers": self.samplers}
-        given |= {"sampler": self.sampler, "sampler_folder": self.sampler_folder}
+        names = ("cluster", "trainers", "samplers", "shard_base", "sampler", "sampler_folder")
+        given = {name: getattr(self, name) for name in names}
         return base.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     @classmethod

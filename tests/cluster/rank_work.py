@@ -49,9 +49,11 @@ def join_of(values: Sequence[np.ndarray], costs: Sequence[int]) -> np.ndarray:
     return division.join(own, [len(each) for each in values])
 
 
-def engine_with(peers: Peers, folder: Path, *, rows: int = ROWS, dtype: Any = "float32") -> TorchEngine:
+def engine_with(
+    peers: Peers, folder: Path, *, rows: int = ROWS, dtype: Any = "float32", native: Path | None = None
+) -> TorchEngine:
     """An engine with base `base` and model `m`, whose passes run with `peers`."""
-    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=rows, peers=peers)
+    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=rows, peers=peers, native=native)
     engine.load_base("base", str(folder))
     engine.create_model("m", "base", LORA)
     return engine
@@ -72,8 +74,10 @@ def train_steps(
     return digests, results, engine.read_state("m")
 
 
-def train_on_ranks(folder: Path, *arguments: Any, **options: Any) -> tuple[list[str], list[PassResult], ModelState]:
-    return train_steps(engine_with(Ranks(), folder, **options), *arguments)
+def train_on_ranks(
+    folder: Path, *arguments: Any, shards: bool = False, **options: Any
+) -> tuple[list[str], list[PassResult], ModelState]:
+    return train_steps(engine_with(Ranks(shards=shards), folder, **options), *arguments)
 
 
 def train_while(folder: Path, rank: int, error: Exception) -> tuple[MicroBatching | None, str, str]:

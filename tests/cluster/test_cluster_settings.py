@@ -23,6 +23,7 @@ def test_flags_of_the_server_come_before_the_variables_of_all_commands(monkeypat
     assert read_serve_settings({}).with_cluster(base) == base
     assert read_serve_settings({"trainers": 4}).with_cluster(base).trainers == 4
     assert read_serve_settings({"samplers": 0}).with_cluster(base).samplers == 0
+    assert not base.shard_base and read_serve_settings({"shard_base": True}).with_cluster(base).shard_base
     with pytest.raises(InvalidRequestError, match="--cluster"):
         read_serve_settings({"cluster": "elsewhere"})
 

@@ -62,6 +62,10 @@ def serve(
     samplers: Annotated[
         int | None, typer.Option(help="with --cluster: how many processes sample; if not given, the server's own does")
     ] = None,
+    shard_base: Annotated[
+        bool | None,
+        typer.Option(help="with --cluster: those that train divide the layers of the base; each needs less memory"),
+    ] = None,
     sampler: Annotated[
         list[str] | None, typer.Option(help="a model server that samples: vllm=http://HOST:PORT; may be repeated")
     ] = None,
@@ -90,6 +94,7 @@ def serve(
         "cluster": cluster,
         "trainers": trainers,
         "samplers": samplers,
+        "shard_base": shard_base,
         "sampler": ",".join(sampler or ()) or None,
         "sampler_folder": sampler_folder,
     }

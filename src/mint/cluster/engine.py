@@ -81,18 +81,20 @@ class ClusterEngine:
         samplers: int = 0,
         place: Place = HERE,
         deadline_s: float = DEADLINE_S,
+        shards: bool = False,
     ) -> None:
         """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
 
         `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
         the first sample, at `place`. All ranks start again if one waits for others for `deadline_s`, and none takes a
-        step meanwhile.
+        step meanwhile. With `shards`, each rank holds a part of the base's layers instead of all.
         """
         self._own = own
         self._place = place
         self._open_engine = open_engine
         self._trainers = trainers
         self._deadline_s = deadline_s
+        self._shards = shards
         self._sampling: LocalSampling | Replicas
         if samplers:
             check_base = partial(self._require_same, "a replica")
@@ -108,9 +110,16 @@ class ClusterEngine:
     @property
     def cluster_state(self) -> dict[str, Any]:
         """The number of `trainers`, how many of them are `running` (none before the first model), how often some were
-        `lost`, and the processes of the `ranks`; with replicas, also what `Replicas.state` has. Any thread may ask."""
+        `lost`, the processes of the `ranks`, and whether they divide the base (`sharded`); with replicas, also what
+        `Replicas.state` has. Any thread may ask."""
         ranks = self.processes
-        own = {"trainers": self._trainers, "running": len(ranks), "lost": self._losses, "ranks": ranks}
+        own = {
+            "trainers": self._trainers,
+            "running": len(ranks),
+            "lost": self._losses,
+            "ranks": ranks,
+            "sharded": self._shards,
+        }
         return own | self._sampling.state
 
     def resize(self, *, trainers: int | None = None, samplers: int | None = None) -> None:
@@ -359,7 +368,7 @@ class ClusterEngine:
         return self._new_group(wanted)
 
     def _new_group(self, wanted: int) -> RankGroup:
-        return RankGroup(self._open_engine, wanted, place=self._place, deadline_s=self._deadline_s)
+        return RankGroup(self._open_engine, wanted, place=self._place, deadline_s=self._deadline_s, shards=self._shards)
 
     def _guard(self, call: Any) -> Any:
         try:

@@ -59,9 +59,10 @@ class RankGroup:
         place: Place = HERE,
         silence_s: float = SILENCE_S,
         deadline_s: float = DEADLINE_S,
+        shards: bool = False,
     ) -> None:
         """Starts `world` ranks, or fewer if there is no room for so many; returns when all have joined. Starts Ray
-        first, if it does not run.
+        first, if it does not run. With `shards`, they divide the layers of base models.
 
         Raises:
             RankLostError: a rank has died as it started, or there is no room for one.
@@ -82,7 +83,7 @@ class RankGroup:
         # A thread gives signs of life, beside the one that works.
         remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
         actor = remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement))
-        self._ranks = [actor.remote(open_engine) for _ in range(world)]
+        self._ranks = [actor.remote(open_engine, shards=shards) for _ in range(world)]
         try:
             if place.is_local:
                 meeting = f"file://{self._folder / 'store'}"

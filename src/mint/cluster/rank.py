@@ -33,10 +33,12 @@ Work = Callable[[Engine], Any]
 class Rank:
     """A rank, in a process of its own."""
 
-    def __init__(self, open_engine: OpenEngine) -> None:
+    def __init__(self, open_engine: OpenEngine, *, shards: bool) -> None:
+        """With `shards`, the ranks divide the layers of base models."""
         self._open_engine = open_engine
         self._engine: Engine | None = None
         self._progress = Progress()
+        self._shards = shards
 
     def meeting(self) -> str:
         """Where all ranks of a group on several machines meet: an address of this process."""
@@ -50,7 +52,7 @@ class Rank:
             if interface is not None:
                 use_interface(interface)
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-            self._engine = self._open_engine(Ranks(self._progress))
+            self._engine = self._open_engine(Ranks(self._progress, shards=self._shards))
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
             return Answer(error=portable(error))

@@ -11,7 +11,7 @@ Runs on `torch.distributed`; knows neither Ray nor engines.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,9 @@ from torch.nn.functional import pad
 
 from mint.cluster.collectives.layer_edges import CountedLayers
 from mint.cluster.collectives.progress import Progress
+from mint.cluster.collectives.sharding import ShardedLayers
 from mint.cluster.ranges import divide
+from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.division import ALONE, Division, PassOutcome
 from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
 
@@ -30,9 +32,13 @@ from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
 class Ranks:
     """`Peers` over the default process group, which is a gloo group; tensors are in the memory of the CPU."""
 
-    def __init__(self, progress: Progress | None = None) -> None:
-        """`progress` counts what this rank does."""
+    def __init__(self, progress: Progress | None = None, *, shards: bool = False) -> None:
+        """`progress` counts what this rank does. With `shards`, the ranks divide the matrices of layers."""
         self._progress = Progress() if progress is None else progress
+        self._shards = shards
+        self._rounds = 0  # of this pass that are left
+        self._gathered: ShardedLayers | None = None
+        self._with_gradient = False
 
     def divide(self, costs: Sequence[int]) -> Division:
         """Divides micro-batches of these costs in contiguous ranges."""
@@ -42,20 +48,35 @@ class Ranks:
 
     def worst(self, own: PassOutcome) -> PassOutcome:
         """The worst outcome of all ranks."""
+        while self._rounds > 0:  # others compute more micro-batches, or this rank has failed
+            with self.micro_batch():
+                pass
         worst = torch.tensor(int(own))
         with self._progress.waiting():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return PassOutcome(int(worst))
 
+    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
+        """See `Peers`."""
+        self._gathered = source if isinstance(source, ShardedLayers) else None
+        self._rounds = 0 if self._gathered is None else most
+        self._with_gradient = with_gradient
+
     @contextmanager
     def micro_batch(self) -> Generator[None]:
-        """Counts a micro-batch."""
-        yield
+        """Counts a micro-batch; with layers that are divided, the ranks gather them within it."""
+        self._rounds -= 1
+        layers = self._gathered
+        with nullcontext() if layers is None else layers.round(with_gradient=self._with_gradient):
+            yield
         self._progress.advance()
 
-    def layer_source(self) -> CountedLayers:
-        """Counts layers."""
-        return CountedLayers(self._progress)
+    def layer_source(self) -> LayerSource:
+        """Divides the layers of a base, or counts them only."""
+        world = dist.get_world_size()
+        if not self._shards or world == 1:
+            return CountedLayers(self._progress)
+        return ShardedLayers(world, self._progress)
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,10 @@ class _DividedPass:
     rank: int
     progress: Progress
     is_shared: bool = True
+
+    @property
+    def most(self) -> int:
+        return max(map(len, self.ranges))
 
     @property
     def own(self) -> range:

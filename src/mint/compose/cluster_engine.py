@@ -67,6 +67,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         samplers=settings.samplers,
         place=Place(settings.cluster, cpus=settings.threads),
         deadline_s=settings.collective_timeout_s,
+        shards=settings.shard_base,
     )
 
 

@@ -81,9 +81,10 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
         if engine is not None or options:
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         kernels = (settings.native, settings.instructions)
-        cluster = (settings.cluster, settings.trainers, settings.samplers, settings.sampler, settings.sampler_folder)
+        cluster = (settings.cluster, settings.trainers, settings.samplers, settings.shard_base)
+        samplers = (settings.sampler, settings.sampler_folder)
         own = _engine_settings(settings).items()
-        key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *own)
+        key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *samplers, *own)
         if key in _running:
             _running[key].users += 1
         else:

@@ -19,6 +19,7 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import entropy_bonus, loss_and_slope, measure
 from mint.engine.memory.micro_batches import smaller
 from mint.engine.model.autograd import backward
+from mint.engine.model.weights import LayerSource
 from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
 from mint.engine.reductions.division import ALONE, Division, PassOutcome, PeerFailedError, Peers
@@ -33,6 +34,9 @@ _MISSING = np.empty(0, np.float32)
 
 class TrainedDecoder(Unembedding, Protocol):
     """The methods of a decoder that a pass calls."""
+
+    layer_source: LayerSource | None
+    """Where the matrices of its layers come from, if not from the decoder itself."""
 
     def pack(self, data: Sequence[TrainDatum], rows: int) -> list[MicroBatch]:
         """Cuts examples into micro-batches of about `rows` rows, as `forward_packed` takes them; a pure function."""
@@ -170,6 +174,7 @@ def _try(
         in_tree = attempt.order == "tree"
         # Added one after the other, no part of the gradient is computed apart from what comes before it.
         division = (peers if in_tree else ALONE).divide([len(batch.tokens) for batch in batches])
+        peers.begin(division.most, decoder.layer_source, with_gradient=gradient is not None)
         sums: dict[range, Tensor] = {}
         if gradient is not None and in_tree:
             sums = _partial_sums(batches, division.own, run, gradient)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.cluster.collectives.progress import Progress
-from mint.engine.model.weights import LayerRun
+from mint.engine.model.weights import LayerRun, LayerWeights
 
 
 class _Edge(torch.autograd.Function):
@@ -43,6 +43,9 @@ class CountedLayers:
     """`LayerSource` whose matrices stay where they are; the rank's `progress` counts each layer."""
 
     progress: Progress
+
+    def keep(self, layer: LayerWeights) -> None:
+        """See `LayerSource`."""
 
     def around(self, index: int, run: LayerRun) -> LayerRun:
         """See `LayerSource`."""

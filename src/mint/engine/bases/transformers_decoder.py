@@ -29,6 +29,7 @@ from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
 from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.model.weights import LayerSource
 from mint.engine.packing import MicroBatch, pack, pack_padded
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.upload import upload
@@ -61,6 +62,8 @@ class ModelCache:
 
 class TransformersDecoder:
     """The weights of a model and its forward: `TrainedDecoder`, and what `TransformersSampler` runs."""
+
+    layer_source: LayerSource | None = None
 
     def __init__(self, folder: ModelFolder, operations: TorchOperations) -> None:
         """Loads the model in `folder` onto the device of `operations`, in their dtype; never runs code from it.

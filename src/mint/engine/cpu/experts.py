@@ -57,10 +57,19 @@ class ExpertMatrices:
             turn = products.turn_floats
         self.turn = turn.address
         self.transposed_product = (products.product_halves if is_half else products.product_floats).address
-        self.places = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
-        """The addresses of the experts' weights, in the order of the experts."""
+        self._places = self._find_places()
         own = [bias for bias in biases if bias is not None]
         self.biases = torch.stack(own) if own else None  # [N, O]
+
+    @property
+    def places(self) -> ctypes.Array[ctypes.c_void_p]:
+        """The addresses of the experts' weights, in the order of the experts."""
+        if self._matrices[0].address != self._places[0]:  # the weights of a layer move together
+            self._places = self._find_places()
+        return self._places
+
+    def _find_places(self) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(self._matrices))(*(matrix.address for matrix in self._matrices))
 
 
 @dataclass(frozen=True)

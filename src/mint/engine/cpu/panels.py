@@ -94,7 +94,15 @@ class PanelMatrix:
 
     @property
     def size_bytes(self) -> int:
-        return self.panels.nbytes
+        return self.outputs * self.inputs * self.panels.itemsize
+
+    @property
+    def memory(self) -> Tensor:
+        return self.panels
+
+    def move(self, memory: Tensor) -> None:
+        """See `MovableMatrix`."""
+        self.panels = memory
 
     @property
     def gradient_bytes(self) -> int:
@@ -139,7 +147,12 @@ class SmallPanelMatrix(PanelMatrix):
     @property
     @override
     def gradient_bytes(self) -> int:
-        return self.panels.nbytes
+        return self.size_bytes
+
+    @override
+    def move(self, memory: Tensor) -> None:
+        super().move(memory)
+        self._transposed = None
 
     @override
     def transposed(self) -> PanelMatrix | None:

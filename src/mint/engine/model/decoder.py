@@ -89,8 +89,8 @@ class Decoder:
         layer_source: LayerSource | None = None,
     ) -> None:
         """Takes every tensor of a Hugging Face state dict; `quantization` as in `load_weights`. A forward that keeps
-        the inputs of layers alone runs within `offloaded`, if given, which says where they are kept. Each layer runs as
-        `layer_source`, if given, says.
+        the inputs of layers alone runs within `offloaded`, if given, which says where they are kept. The matrices
+        of layers come from `layer_source`, if given.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
@@ -98,11 +98,11 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size
         self._offloaded = offloaded
-        self._layer_source = layer_source
+        self.layer_source = layer_source
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
-        self.weights = load_weights(config, tensors, operations, quantization)
+        self.weights = load_weights(config, tensors, operations, quantization, layer_source)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
         self._gated_order = _gated_order(config, operations.device)
         self._delta_net_order = _delta_net_order(config.delta_net, operations.device)
@@ -176,8 +176,8 @@ class Decoder:
         with saving:
             for index in range(len(self.weights.layers)):
                 layer: LayerRun = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
-                if self._layer_source is not None:
-                    layer = self._layer_source.around(index, layer)
+                if self.layer_source is not None:
+                    layer = self.layer_source.around(index, layer)
                 x = recomputed(layer, x) if recompute else layer(x)
         hidden = Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)
         return hidden[: count if rows is None else len(rows)]

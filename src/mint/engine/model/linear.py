@@ -9,7 +9,7 @@ Letters: T rows · I inputs · O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,20 @@ class Matrix(Protocol):
 
     def gradient(self, grad: Tensor) -> Tensor:
         """`grad @ matrix`, float32 [T, I] from grad [T, O]: the gradient for the product's input."""
+        ...
+
+
+@runtime_checkable
+class MovableMatrix(Protocol):
+    """A matrix whose memory can be taken away and brought back. Without it nothing may be multiplied."""
+
+    @property
+    def memory(self) -> Tensor:
+        """All numbers of the layout."""
+        ...
+
+    def move(self, memory: Tensor) -> None:
+        """Reads the same numbers from other memory, or gives the memory up if that is empty."""
         ...
 
 
@@ -124,7 +138,15 @@ class DenseMatrix:
 
     @property
     def size_bytes(self) -> int:
-        return self.weight.nbytes
+        return self.outputs * self.inputs * self.weight.itemsize
+
+    @property
+    def memory(self) -> Tensor:
+        return self.weight
+
+    def move(self, memory: Tensor) -> None:
+        """See `MovableMatrix`."""
+        self.weight = memory
 
     @property
     def gradient_bytes(self) -> int:

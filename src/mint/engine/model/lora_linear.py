@@ -163,8 +163,8 @@ class MergedLoras(SeparateLoras):
         if site not in self._matrices:
             return super().linear(site, matrix, loras)
         if len(loras) == 1:
-            return self._merged(loras[0].weights).get(site) or SeparateLinear(self.operations, matrix, ())
-        found = [self._merged(own.weights).get(site) for own in loras]
+            return self._merged(site, loras[0].weights) or SeparateLinear(self.operations, matrix, ())
+        found = [self._merged(site, own.weights) for own in loras]
         if not any(found):
             return SeparateLinear(self.operations, matrix, ())
         runs = [
@@ -186,21 +186,23 @@ class MergedLoras(SeparateLoras):
     def forget(self, lora: LoraWeights) -> None:
         self._sets.pop(lora, None)
 
-    def _merged(self, lora: LoraWeights | None) -> dict[str, MergedLinear]:
-        """The merged matrices of those sites that `lora` trains."""
-        if lora is None:
-            return {}
+    def _merged(self, site: str, lora: LoraWeights | None) -> MergedLinear | None:
+        """The merged matrix of a site; None where `lora` does not train it."""
+        if lora is None or site not in lora.sites:
+            return None
         version = _version(lora)
         found = self._sets.get(lora)
         if found is None or found[0] != version:
-            # Tensors made in inference mode could not be used in a training pass.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                merged = {name: self._merge(name, lora) for name in self._matrices if name in lora.sites}
-            found = self._sets[lora] = (version, merged)
+            found = self._sets[lora] = (version, {})
             while len(self._sets) > MAX_MERGED_LORAS:
                 self._sets.popitem(last=False)
         self._sets.move_to_end(lora)
-        return found[1]
+        merged = found[1].get(site)
+        if merged is None:  # with its layer, because the matrices of others may not be here
+            # Tensors made in inference mode could not be used in a training pass.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                merged = found[1][site] = self._merge(site, lora)
+        return merged
 
     def _merge(self, name: str, lora: LoraWeights) -> MergedLinear:
         site = lora.sites[name]

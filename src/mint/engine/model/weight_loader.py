@@ -18,6 +18,7 @@ from mint.engine.model.weights import (
     AttentionWeights,
     BaseWeights,
     DeltaNetWeights,
+    LayerSource,
     LayerWeights,
     MixtureWeights,
     MlpWeights,
@@ -36,18 +37,23 @@ def load_weights(
     tensors: Mapping[str, StoredTensor],
     operations: Operations,
     quantization: Quantization | None = None,
+    source: LayerSource | None = None,
 ) -> BaseWeights:
     """Takes every tensor of a Hugging Face state dict, and lays the matrices out for `operations`.
 
     With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it.
     FP8 keeps the numbers of matrices that are stored in it. int8 quantizes the unembedding, too; the embedding stays as
-    it is.
+    it is. Each layer is given to `source`, if there is one, before the next is read.
 
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
     """
     loader = _Loader(config, tensors, operations, quantization)
-    layers = [loader.layer(index) for index in range(config.num_hidden_layers)]
+    layers = []
+    for index in range(config.num_hidden_layers):
+        layers.append(loader.layer(index))
+        if source is not None:
+            source.keep(layers[-1])
     embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
     final_norm = loader.norm("model.norm.weight", config.hidden_size) * config.scales.logits
     if config.tie_word_embeddings:

@@ -116,12 +116,26 @@ class BaseWeights:
         return found
 
 
+def layer_matrices(layer: LayerWeights) -> list[Matrix]:
+    """All matrices of a layer, those of experts among them."""
+    mixer, mlp = layer.mixer, layer.mlp
+    found = [mixer.qkv if isinstance(mixer, AttentionWeights) else mixer.inputs, mixer.o]
+    if isinstance(mlp, MlpWeights):
+        return [*found, mlp.gate_up, mlp.down]
+    shared = [] if mlp.shared is None else [mlp.shared.mlp]
+    return [*found, mlp.router, *(matrix for own in (*mlp.experts, *shared) for matrix in (own.gate_up, own.down))]
+
+
 LayerRun = Callable[[Tensor], Tensor]
 """Runs one layer over its input [T, E]."""
 
 
 class LayerSource(Protocol):
     """Where the matrices of one base's layers come from: the seam between the decoder and what holds them elsewhere."""
+
+    def keep(self, layer: LayerWeights) -> None:
+        """Takes the next layer, whose matrices have just been loaded."""
+        ...
 
     def around(self, index: int, run: LayerRun) -> LayerRun:
         """`run`, with what has to happen before and after the layer, in a forward and in its backward. The bits of

@@ -40,6 +40,11 @@ class Division(Protocol):
         """Whether there are other processes: the same for all of them."""
         ...
 
+    @property
+    def most(self) -> int:
+        """How many micro-batches the process computes that has most of them."""
+        ...
+
     def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
         """The sum of the gradients of all micro-batches, float32 [size], from the `partial_sums` of `own`.
 
@@ -66,6 +71,10 @@ class Peers(Protocol):
         """The worst outcome of all processes; each calls this once in every pass, also one that has failed."""
         ...
 
+    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
+        """Before the first micro-batch of a pass, of which no process computes more than `most`."""
+        ...
+
     def micro_batch(self) -> AbstractContextManager[None]:
         """Around each micro-batch that this process computes."""
         ...
@@ -84,6 +93,9 @@ class Alone:
     def worst(self, own: PassOutcome) -> PassOutcome:
         return own
 
+    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
+        pass
+
     def micro_batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -95,6 +107,10 @@ class Alone:
 class _Undivided:
     own: range
     is_shared: bool = False
+
+    @property
+    def most(self) -> int:
+        return len(self.own)
 
     def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
         return whole_sum(len(self.own), sums)
