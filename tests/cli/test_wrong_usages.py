@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,69 @@ USAGES = [
     ("runs list --data-dir /nope", "data_dir = /nope", "--data-dir"),
     ("checkpoints list --limit=-1", "'-1'", "at least 1"),
     ("sessions list --data-dir /nope", "data_dir = /nope", "MINT_HOME"),
+    # signs that a keyboard or a program for texts puts in the place of plain ones
+    ("train rl task＝math", "argument = task＝math", "task=math"),
+    ("train rl “task=math”", "argument = “task=math”", "Write for example task=math"),
+    ("train rl task=math ‘steps=3’", "argument = ‘steps=3’", "Write for example steps=3"),
+    ("train rl task=math —resume", "argument = —resume", "Write for example --resume"),
+    ("train rl task=math ｓteps=3", "{'ｓteps': 3}", "did you mean steps?"),
+    ("train rl task=math steps=２０x", "RLConfig.steps = ２０x", "Give an integer"),
+    ("train rl task=math base_model=mint／tiny", "base_model = mint／tiny", "Did you mean mint/tiny?"),
+    # numbers
+    ("train rl task=math seed=abc", "RLConfig.seed = abc", "Give an integer, at least 0"),
+    ("doctor math seed=abc", "RLConfig.seed = abc", "Give an integer, at least 0"),
+    ("train sft task=chat seed=1.5", "SFTConfig.seed = 1.5", "Give an integer, at least 0"),
+    ("train rl task=math steps=1e9999", "RLConfig.steps = inf", "Give an integer"),
+    ("train rl task=math learning_rate=nan", "learning_rate = nan", "must be a finite number"),
+    ("train rl task=math rank=100000", "RLConfig.rank = 100000", "at most 256"),
+    ("train dpo data=empty.jsonl beta=-1", "DPOConfig.beta = -1.0", "above 0"),
+    ("train distill task=math teacher=mint/tiny steps=x", "DistillConfig.steps = x", "Give an integer"),
+    ("bench --batch-size 999999999", "'999999999'", "at most 4096"),
+    ("bench --max-tokens 1", "'1'", "at least 2"),
+    ("plan --model mint/tiny --context 99999999", "--context = 99999999", "Give at most 1024"),
+    ("plan --model mint/tiny --device tpu", "'tpu'", "'cpu', 'cuda'"),
+    ("eval mint/tiny math --heldout-samples x", "'x'", "a whole number"),
+    ("rollouts nope --worst=-1", "'-1'", "at least 0"),
+    ("scale --samplers=-1", "'-1'", "at least 1"),
+    ("checkpoints ttl nope x", "nope", "`mint runs list`"),
+    # names
+    ("eval mint/tyni math", "base_model = mint/tyni", "Did you mean mint/tiny? `mint runs list` shows the runs"),
+    ("eval nope math", "base_model = nope", "`mint runs list` shows the runs"),
+    ("models pull mint/tinny", "base_model = mint/tinny", "Did you mean mint/tiny?"),
+    ("models pull ../..", "model = ../..", "organisation/model"),
+    ("models lst", "'lst'", "Did you mean 'list'?"),
+    ("train rl task=", "task = ", "Choose math"),
+    ("train rl task=own.py:", "task = own.py:", "own.py:Own"),
+    ("train distill task=math teacher=mint/tinny", "teacher = mint/tinny", "Did you mean mint/tiny?"),
+    ("chaos --faults disk-full,nope", "--faults = nope", "read-only"),
+    ("keys create --owner ''", "owner = ", "1 to 128 printable characters"),
+    ("keys create --owner local", "owner = local", "'local' is taken"),
+    ("serve --logprobs-mode x", "--logprobs-mode = x", "'raw' or 'processed'"),
+    ("serve --cluster nope", "--cluster = nope", "ray://10.0.0.1:10001"),
+    ("rollouts nope --flag", "--flag", "requires an argument"),
+    ("runs show ../..", "run = ../..", "`mint runs list`"),
+    # files and folders
+    ("train rl task=file:own.py base_model=mint/tiny", "path = own.py: has no ending that mint reads", ".parquet"),
+    ("train rl task=broken.py:Own", "SyntaxError: invalid syntax (broken.py, line 1)", "`python broken.py`"),
+    ("train rl task=math run_dir=own.py base_model=mint/tiny", "run_dir = own.py", "Name a folder that you may write"),
+    ("train rl task=math base_model=folder", "base_model = folder", "lacks config.json"),
+    ("train dpo data=pairs.jsonl", 'pairs.jsonl:1 = {"prompt": "a"}: is not a pair', '"rejected"'),
+    ("doctor file:pairs.jsonl prompt_key=q", "pairs.jsonl:1 = fields prompt", "prompt_key"),
+    ("serve --config own.py", "--config = own.py", "Give a TOML file"),
+    ("serve --config folder", "--config = folder", "Give a TOML file"),
+    ("serve --data-dir own.py", "own.py: cannot be made", "choose another one"),
+    ("keys create --owner a --data-dir own.py", "own.py: cannot be made", "choose another one"),
+    ("keys create --owner a --data-dir /proc/x", "--data-dir = /proc/x", "choose another one"),
+    ("keys list --data-dir folder", "folder: holds no server's data", "mint serve"),
+    ("recover --data-dir own.py", "own.py: holds no data of mint", "MINT_HOME"),
+    ("chaos --keep own.py", "--keep = own.py", "Name a folder that does not exist"),
+    ("dashboard own.py", "RUNS = own.py: is not a folder", "`mint runs list`"),
+    ("export own.py --output out", "run = own.py", "`mint runs list`"),
+    ("eval mint/tiny math --plot /nope/x.png", "output = /nope/x.png", "in a folder that exists"),
+    ("serve --port TAKEN", "cannot be listened on", "0 for any that is free"),
+    ("dashboard --port TAKEN", "cannot be listened on", "0 for any that is free"),
+    ("dashboard --host 0.0.0.0", "--host = 0.0.0.0", "mint keys create"),
+    ("scale", "numbers = (none)", "--trainers, --samplers or both"),
 ]
 
 
@@ -175,7 +239,12 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     Path("own.py").write_text(ADAPTER)
     Path("empty.jsonl").write_text("")
     Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
-    answer = CliRunner().invoke(app, shlex.split(line))
+    Path("broken.py").write_text("def f(:\n")
+    Path("pairs.jsonl").write_text('{"prompt": "a"}\n')
+    Path("folder").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = shlex.split(line.replace("TAKEN", str(taken.getsockname()[1])))
+        answer = CliRunner().invoke(app, words)
     said = re.sub(r"[\s│]+", " ", answer.stderr)
     assert answer.exit_code in (1, 2)
     assert answer.exception is None or isinstance(answer.exception, SystemExit)

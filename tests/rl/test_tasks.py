@@ -352,6 +352,8 @@ def test_parquet_csv_and_saved_datasets_open_too(tmp_path: Path, monkeypatch: py
         task = FileAdapter(tmp_path / name, heldout=0)
         assert [(each.prompt, each.answer) for each in task.build_dataset()] == [(f"q{n}", str(n)) for n in range(5)]
     with pytest.raises(InvalidRequestError, match="cannot be opened"):
+        FileAdapter(write_jsonl(tmp_path / "damaged.parquet", ["x"]))
+    with pytest.raises(InvalidRequestError, match="has no ending that mint reads"):
         FileAdapter(write_jsonl(tmp_path / "rows.xyz", ["x"]))
 
 

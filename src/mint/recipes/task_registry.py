@@ -95,8 +95,9 @@ def open_task(name: str, words: Mapping[str, Any]) -> Generator[TaskChoice]:
     """
     settings = {key: value for key, value in words.items() if key in RLConfig.model_fields and key != "run_dir"}
     options = {key: value for key, value in words.items() if key not in RLConfig.model_fields}
+    seed = RLConfig.from_texts({key: value for key, value in settings.items() if key == "seed"}).seed
     with suggestion_of_settings(options, RLConfig.model_fields):
-        choice = load_task(name, seed=int(settings.get("seed", 0)), **options)
+        choice = load_task(name, seed=seed, **options)
     config = RLConfig.from_texts({**choice.config.model_dump(), **settings})
     try:
         yield TaskChoice(choice.adapter, config)

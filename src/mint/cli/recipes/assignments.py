@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -19,6 +20,9 @@ Assignments = Annotated[
 SHORT_NAMES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
 """Second spellings of settings, which `mint train RECIPE --help` lists."""
 
+PLAIN_SIGNS = {ord(sign): None for sign in "“”„‘’"} | {ord(sign): "--" for sign in "–—"}
+"""What some programs make of quotation marks and of two hyphens."""
+
 
 def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     """`["steps=5", "task=math"]` as a dict. A value is JSON if it parses as JSON, and text otherwise; short names are
@@ -31,7 +35,7 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     given: dict[str, str] = {}
     for place, argument in enumerate(arguments):
         key, separator, text = argument.partition("=")
-        if not separator or not key:
+        if not separator or not key.isidentifier():
             raise InvalidRequestError(
                 "is not of the form key=value",
                 field="argument",
@@ -52,8 +56,11 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess(argument: str, following: Sequence[str]) -> str:
-    """The remedy for a word without `=`: `task=WORD` if it looks like the name of a task, and `WORD=NEXT` where the
-    next word has no `=` either."""
+    """The remedy for a word that is not key=value: the same in plain signs if a program for texts has changed them,
+    `task=WORD` if it looks like the name of a task, and `WORD=NEXT` where the next word has no `=` either."""
+    plain = unicodedata.normalize("NFKC", argument).translate(PLAIN_SIGNS)
+    if plain != argument and (plain.startswith("--") or plain.partition("=")[0].isidentifier()):
+        return plain
     if ":" in argument:
         return f"task={argument}"
     if argument.isidentifier() and following and "=" not in following[0]:

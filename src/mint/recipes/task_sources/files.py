@@ -105,6 +105,13 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 if line.strip():
                     yield f"{path}:{number}", _parse(line, f"{path}:{number}")
         return
+    if not path.is_dir() and path.suffix not in FORMATS:
+        raise InvalidRequestError(
+            "has no ending that mint reads",
+            field="path",
+            value=str(path),
+            remedy=f"Give .jsonl, {', '.join(FORMATS)}, or a folder written by save_to_disk",
+        )
     for number, row in enumerate(_open_dataset(path), start=1):
         yield f"{path}: row {number}", row
 
@@ -130,8 +137,7 @@ def _open_dataset(path: Path) -> Any:
         if path.is_dir():
             loaded = datasets.load_from_disk(str(path))
         else:
-            kind = FORMATS.get(path.suffix, path.suffix.removeprefix("."))
-            loaded = datasets.load_dataset(kind, data_files=str(path), split="train")
+            loaded = datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train")
     except (OSError, ValueError) as error:
         raise InvalidRequestError(
             f"cannot be opened by the datasets library ({error})",

@@ -12,7 +12,7 @@ from rich.table import Table
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.comparison import Reading
 from mint.rl.analysis.doctor import Examination
-from mint.rl.analysis.planner import Plan
+from mint.rl.analysis.planner import ENOUGH_INFORMATIVE, Option, Plan
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
@@ -145,6 +145,12 @@ def print_examination(console: Console, task: str, examination: Examination) -> 
         console.print(escape(line), soft_wrap=True)
 
 
+def _remark(option: Option, planned: Plan) -> str:
+    if option is not planned.recommended:
+        return ""
+    return "← enough" if option.informative >= ENOUGH_INFORMATIVE else "← the most, not enough"
+
+
 def print_plan(console: Console, planned: Plan) -> None:
     """A row per group size; the recommended one is marked."""
     table = Table(title=f"pass rate {planned.pass_rate:.2f}, {counted(planned.batch_size, 'prompt')} per step")
@@ -157,7 +163,7 @@ def print_plan(console: Console, planned: Plan) -> None:
             f"{option.informative:.3f}{spread}",
             f"{option.tokens_per_step:.0f}",
             f"{option.tokens_per_informative_token:.2f}",
-            "← enough" if option is planned.recommended else "",
+            _remark(option, planned),
         )
     console.print(table)
 
