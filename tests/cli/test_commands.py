@@ -134,6 +134,11 @@ def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
     assert planned["fits"] == {"kept": True, "recomputed": True, "offloaded": True}
     shown = mint("plan", "--model", "mint/tiny", "--device", "cuda", "--device-memory", "24")
     assert shown.exit_code == 0 and "A prediction" in shown.output
+    several = last_line(
+        "plan", "--model", "mint/tiny", "--context", "1k", "--gpus", "8xH100", "--tenants", "3", "--rank", "4"
+    )
+    assert several["fits"] and several["resident"] == 3 and several["plan"]["context"] == 1024
+    assert 1 <= several["trainers"] <= 7
     refused = mint("plan")
     assert refused.exit_code == 1 and "--pass-rate" in refused.output
 

@@ -273,13 +273,26 @@ def _advice(remedy: str | None) -> str:
     return "" if remedy is None else f" → {remedy}"
 
 
+def _tokens(text: str) -> int:
+    """A number of tokens: `2048`, or `16k` for 16,384."""
+    number, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not number.isdecimal() or int(number) < 1:
+        raise typer.BadParameter(f"{text!r} is no number of tokens; write 2048 or 16k")
+    return factor * int(number)
+
+
 def plan(
     pass_rate: Annotated[float | None, typer.Option(min=0, max=1, help="share of completions that are right")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts per step")] = 8,
     mean_tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
     model: Annotated[str | None, typer.Option(help="a base model: plan its memory")] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a sequence, with its prompt; 2048, or all of a shorter context")
+        int | None,
+        typer.Option(
+            parser=_tokens,
+            metavar="TOKENS",
+            help="of a sequence, with its prompt: 2048, 16k; without it 2048, or all of a shorter context",
+        ),
     ] = None,
     group_size: Annotated[
         int,
@@ -288,6 +301,8 @@ def plan(
     rank: Annotated[int, typer.Option(min=1, help="of the LoRA, on the default matrices")] = 16,
     device: Annotated[DeviceName | None, typer.Option(help="the one that training would take, if not given")] = None,
     device_memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a device that is not here")] = None,
+    gpus: Annotated[str | None, typer.Option(help="plan for these instead, such as 8xH100")] = None,
+    tenants: Annotated[int, typer.Option(min=1, help="models in training, with --gpus")] = 1,
     as_json: Json = False,
 ) -> None:
     """With --pass-rate: what share of groups, and of tokens, to expect a signal from (`mint doctor TASK` measures the
@@ -295,7 +310,9 @@ def plan(
     from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_plan
 
-    if model is not None:
+    if model is not None and gpus is not None:
+        _plan_gpus(model, gpus, context, group_size, rank, tenants, as_json=as_json)
+    elif model is not None:
         _plan_model(model, context, group_size, rank, device, device_memory, as_json=as_json)
     if pass_rate is None:
         if model is None:
@@ -369,6 +386,47 @@ def _plan_model(
         Console().print("A prediction: no GPU was measured. CUDA itself takes some hundred MiB more.")
     else:
         Console().print("Python and torch take some 400 MiB more, and malloc keeps up to 256 MiB of freed memory.")
+
+
+def _plan_gpus(
+    model: str, gpus: str, context: int | None, group_size: int, rank: int, tenants: int, *, as_json: bool
+) -> None:
+    from mint.compose.memory_plan import plan_gpus  # deferred: it imports torch
+    from mint.config import read_settings
+
+    try:
+        planned = plan_gpus(read_settings(), model, gpus, context=context, group=group_size, rank=rank, tenants=tenants)
+    except MintError as error:
+        fail(error, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(planned)))
+        return
+    own, group = planned.plan, planned.group
+    memory = int(group.kind.memory_gib * (1 << 30))
+    verdict = "fits" if planned.fits else "does not fit, nor after any change that was tried; the last one"
+    if planned.fits and planned.change is not None:
+        verdict = "does not fit as it is; the smallest change with which it does"
+    if planned.change is not None:
+        verdict += f": {planned.change}"
+    base = "in parts, two layers gathered at a time" if planned.is_sharded else "a copy on each GPU"
+    shared = planned.group.count > 1
+    split = f"{planned.trainers} GPUs train and {group.count - planned.trainers} sample" if shared else "in turns"
+    rows = [
+        ("verdict", verdict),
+        ("of a GPU", f"{_mib(planned.needed)} of {_mib(memory)} with one model in training"),
+        ("base model", f"{_mib(planned.base)}: {base}"),
+        ("models", f"{_mib(own.model)} each: {planned.resident} of {planned.tenants} at once, others wait in files"),
+        ("a pass", f"{_mib(getattr(own, planned.activations))} for {own.context} tokens ({planned.activations})"),
+        ("training", f"{planned.trained:,.0f} tokens/s if all {group.count} train"),
+        ("sampling", f"{planned.sampled:,.0f} tokens/s if all sample, {planned.decoding} sequences at once"),
+        ("split", f"{split}, if each sampled token is trained once"),
+        ("gradient", f"{_mib(2 * planned.gradient)} sent and received by each rank and step" if shared else "stays"),
+    ]
+    print_pairs([(name, Text(value)) for name, value in rows])
+    Console().print(
+        "A prediction from data sheets; no such GPU was measured. Clusters of this version run on CPUs, "
+        "and the base is not sharded."
+    )
 
 
 def _mib(size: int) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 from mint.config import Settings
 from mint.engine.cuda.operations import CudaOperations
 from mint.engine.devices import Device
+from mint.engine.lora import parameter_count
+from mint.engine.memory.device_group import GroupPlan, plan_group, read_group
 from mint.engine.memory.plan import MemoryPlan, plan_memory
 from mint.engine.model.config import read_decoder_config
+from mint.engine.model.weights import list_sites
 from mint.engine.protocol import LoraSpec
+from mint.engine.quantized.number_formats import Quantization
 from mint.engine.torch_engine import DTYPES
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
@@ -81,4 +85,34 @@ def plan_model(
         quantization=settings.quantize,
         kv_cache_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
         micro_batch_rows=settings.micro_batch_rows,
+    )
+
+
+def plan_gpus(
+    settings: Settings, model: str, gpus: str, *, context: int | None, group: int, rank: int, tenants: int
+) -> GroupPlan:
+    """The plan for `tenants` models in training on several GPUs, such as `8xH100`.
+
+    Raises:
+        As `plan_model`, and InvalidRequestError: the GPUs are not known.
+    """
+    devices = read_group(gpus)
+
+    def plan_of(context: int | None, quantization: str | None) -> MemoryPlan:
+        own = settings
+        if quantization is not None:
+            own = settings.model_copy(update={"quantize": cast(Quantization, quantization)})
+        gib = devices.kind.memory_gib
+        return plan_model(own, model, context=context, group=group, rank=rank, device="cuda", device_gib=gib)
+
+    lora = LoraSpec(rank, 0, train_attn=True, train_mlp=True, train_unembed=True)
+    usual = plan_of(context, None).context
+    config = read_decoder_config(ModelFolder(resolve(model, settings.model_aliases)).config)
+    return plan_group(
+        config,
+        plan_of,
+        devices,
+        context=usual,
+        tenants=tenants,
+        lora_parameters=parameter_count(list_sites(config, lora), rank),
     )
