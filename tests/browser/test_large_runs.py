@@ -45,7 +45,7 @@ def elements(page: Any) -> int:
 
 def test_ten_thousand_runs_are_pages_of_fifty(tab: Tab) -> None:
     page = tab.open("/")
-    wait_until(lambda: f"{RUNS + 2} runs" in page.locator("#count").inner_text())
+    wait_until(lambda: f"{RUNS + 2:,} runs" in page.locator("#count").inner_text())
     assert page.locator("#rows tr").count() == 50 and elements(page) < MOST_ELEMENTS
     page.locator("#rows tr input").first.check()
     page.locator("#page-after").click()
@@ -54,7 +54,7 @@ def test_ten_thousand_runs_are_pages_of_fifty(tab: Tab) -> None:
     assert page.locator("#compare").inner_text() == "Compare 2"
     page.locator("#filter").fill(f"run-{RUNS - 1:05d}")
     wait_until(lambda: page.locator("#rows tr").count() == 1)
-    assert f"1 of {RUNS + 2} runs" in page.locator("#count").inner_text()
+    assert f"1 of {RUNS + 2:,} runs" in page.locator("#count").inner_text()
 
 
 def test_a_hundred_thousand_steps_are_thinned_and_a_zoom_shows_each(tab: Tab) -> None:

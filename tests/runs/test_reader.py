@@ -22,7 +22,7 @@ from mint.rl import RLAdapter, RLConfig, UnsupportedError, run_grpo
 from mint.runs.log import RunLog
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import recorded_process
-from mint.runs.reader import RunReader
+from mint.runs.reader import RunReader, latest_findings
 from mint.runs.rollout_index import ENTRY, FLAGS, RolloutIndex, step_entries
 from mint.runs.rollout_lines import light_row, shortened_row, token_count
 from mint.runs.rollout_query import SORTS, RolloutQuery
@@ -483,7 +483,7 @@ def test_the_summary_says_where_a_run_stands(runs: dict[str, Path]) -> None:
     )
     assert summary.tokens_per_s == pytest.approx(tokens / seconds)
     findings = read_all(runs["mixed"], "findings.jsonl")
-    assert sum(summary.findings.values()) == len(findings) > 0
+    assert sum(summary.findings.values()) == len({row["code"] for row in findings}) > 0
     assert summary.began_at <= metrics[0]["time/unix_s"] <= metrics[-1]["time/unix_s"] <= summary.updated_at
     cut = RunReader(runs["cut"]).summary()
     assert (cut.state, cut.error, cut.step) == ("stopped", "interrupted", 3)
@@ -606,3 +606,18 @@ def test_numbers_that_are_none_are_gaps_in_charts(tmp_path: Path) -> None:
     reader = RunReader(tmp_path)
     assert reader.columns(["a", "b"], since=1) == {"step": [2, 3, 4], "a": [None, None, 2], "b": [None, None, None]}
     assert np.isnan(reader.metrics()[0]["a"])
+
+
+def test_a_finding_that_became_more_severe_is_counted_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"task": "math", "steps": 9}))
+    noted = [("truncation", "warning", 1), ("few_prompts", "info", 1), ("truncation", "error", 3)]
+    rows = [
+        {"code": code, "severity": severity, "step": step, "evidence": "", "remedy": ""}
+        for code, severity, step in noted
+    ]
+    (folder / "findings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = RunReader(folder)
+    assert reader.summary().findings == {"error": 1, "warning": 0, "info": 1}
+    assert [row["step"] for row in latest_findings(reader.findings())] == [3, 1]

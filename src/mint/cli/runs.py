@@ -118,13 +118,13 @@ def plot(
 
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
     """Prints state, curve, held-out evaluations, findings and checkpoints of one run."""
-    from mint.runs.reader import RunReader
+    from mint.runs.reader import RunReader, latest_findings
     from mint.runs.terminal_text import COLORS  # deferred: `mint --help` answers at once
 
     reader = RunReader(folder)
     summary = reader.summary()
     evaluations = reader.evaluations()
-    findings = reader.findings()
+    findings = latest_findings(reader.findings())
     saved = reader.checkpoints()
     if as_json:
         document = {**asdict(summary), "evaluations": evaluations, "findings": findings, "checkpoints": saved}

@@ -25,7 +25,7 @@ from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.runs.interrupt import request_stop
 from mint.runs.labels import changed_labels, read_labels, write_labels
-from mint.runs.reader import RolloutQuery, RunReader
+from mint.runs.reader import RolloutQuery, RunReader, latest_findings
 
 MAX_ROWS = 500
 PAGE_CHECKPOINTS = 20
@@ -69,7 +69,7 @@ def columns(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     return {
         "columns": reader.columns(names, since, math.inf if until is None else until, points),
         "evaluations": reader.evaluations(),
-        "findings": reader.findings(),
+        "findings": latest_findings(reader.findings()),
         "summary": dashboard.readers.summary(name),
         "cursor": str(cursor),
     }

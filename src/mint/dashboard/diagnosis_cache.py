@@ -13,7 +13,7 @@ from typing import Any
 
 from mint.dashboard.run_readers import RunReaders
 from mint.rl.analysis.run_analysis import diagnose_run
-from mint.runs.reader import RunReader
+from mint.runs.reader import RunReader, latest_findings
 
 log = logging.getLogger("mint.dashboard")
 
@@ -52,7 +52,9 @@ class DiagnosisCache:
         reader = self._readers.of(name)
         with self._lock:
             known = self._known.get(name)
-        return known.rows if known is not None and known.version == reader.version() else _latest(reader.findings())
+        if known is not None and known.version == reader.version():
+            return known.rows
+        return latest_findings(reader.findings())
 
     def of(self, name: str) -> tuple[list[dict[str, Any]], bool]:
         """The findings of a run, ordered by the step where they were first seen, and whether the diagnosis is complete.
@@ -62,7 +64,7 @@ class DiagnosisCache:
         """
         reader = self._readers.of(name)
         if self._readers.summary(name).state == "running":
-            return _latest(reader.findings()), True
+            return latest_findings(reader.findings()), True
         diagnosis = self._diagnosis(name, reader)
         is_over = diagnosis.is_over.wait(WAIT_S)
         if diagnosis.error is not None:
@@ -75,7 +77,7 @@ class DiagnosisCache:
         with self._lock:
             known = self._known.get(name)
             if known is None or known.version != version:
-                known = self._known[name] = _Diagnosis(version, _latest(reader.findings()))
+                known = self._known[name] = _Diagnosis(version, latest_findings(reader.findings()))
                 work = threading.Thread(
                     target=self._carry_out, args=(known, reader), name="mint-dashboard-diagnosis", daemon=True
                 )
@@ -89,14 +91,9 @@ class DiagnosisCache:
         try:
             with self._turn:
                 if reader.step_count() <= MAX_STEPS:
-                    diagnosis.rows = _latest([finding.to_dict() for finding in diagnose_run(reader.folder)])
+                    diagnosis.rows = latest_findings([finding.to_dict() for finding in diagnose_run(reader.folder)])
         except Exception as error:  # the boundary of the thread: the visitor and the log must learn of it
             log.exception("the diagnosis of %s failed", reader.folder)
             diagnosis.error = error
         finally:
             diagnosis.is_over.set()
-
-
-def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One finding of each code, the latest: a finding that became more severe was noted again."""
-    return list({row["code"]: row for row in rows}.values())

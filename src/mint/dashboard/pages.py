@@ -7,9 +7,11 @@ get `summary`, and the list gets `summaries`; both are as in the JSON API.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shlex
 from dataclasses import asdict
+from decimal import ROUND_HALF_UP, Decimal
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from mint.dashboard.finding_evidence import CHECKED, EVIDENCE, evidence_of
 from mint.dashboard.state import DashboardState
 from mint.errors import MintError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
+from mint.runs.reader import latest_findings
 from mint.version import VERSION
 
 MAX_COMPARED = 8
@@ -71,7 +74,7 @@ def run(dashboard: DashboardState, request: Request) -> str:
         config=reader.config,
         effective=reader.effective(),
         evaluations=reader.evaluations(),
-        findings=reader.findings(),
+        findings=latest_findings(reader.findings()),
     )
 
 
@@ -204,7 +207,16 @@ def _render(template: str, **values: Any) -> str:
 @cache
 def _environment() -> jinja2.Environment:
     folder = Path(__file__).parent / "templates"
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True)
+    environment.filters["decimals"] = _decimals
+    return environment
+
+
+def _decimals(value: float, digits: int) -> str:
+    """A number with `digits` decimals, a half away from zero: as `toFixed` of the scripts writes it."""
+    if not math.isfinite(value):
+        return "–"
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
 
 
 def compile_templates() -> None:

@@ -107,6 +107,11 @@ def _task_of(config: Mapping[str, Any]) -> str:
     return str(spec["task"] if isinstance(spec, dict) and "task" in spec else config.get("task", ""))
 
 
+def latest_findings(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One finding of each code, the latest: a finding that became more severe was noted again."""
+    return list({row.get("code"): row for row in rows}.values())
+
+
 def unreadable_summary(folder: Path, reason: str) -> RunSummary:
     """The row of a run whose folder is damaged; `reason` says which file to mend."""
     try:
@@ -195,7 +200,7 @@ class RunReader:
             stale = is_stale(state, silent_s=silent_s, slowest_step_s=_slowest_step_s(recent))
             step = int(last.get("step", 0))
             error = self._process.error if self._process else None
-            severities = [finding.get("severity", "info") for finding in self._log("findings.jsonl")]
+            severities = [finding.get("severity", "info") for finding in latest_findings(self._log("findings.jsonl"))]
             return RunSummary(
                 name=self.folder.name,
                 folder=str(self.folder),

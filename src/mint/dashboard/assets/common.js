@@ -219,6 +219,13 @@ export function compact(value) {
   return value.toFixed(Math.abs(value) < 10 && !Number.isInteger(value) ? 1 : 0);
 }
 
+/** "1 run", "2 runs", "10,000 runs". @param {number} count @param {string} noun */
+export const counted = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
+
+/** Steps done of those planned. @param {{step: number, steps: number}} run */
+export const stepsText = ({ step, steps }) =>
+  `${step.toLocaleString("en-US")} / ${steps ? steps.toLocaleString("en-US") : NONE}`;
+
 /** 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h. @param {number | null | undefined} seconds */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds) || seconds < 0) return NONE;

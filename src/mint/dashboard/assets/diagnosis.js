@@ -3,7 +3,7 @@
 
 import { Board } from "./charts.js";
 import {
-  afterPause, compact, el, find, findAll, getJson, listen, number, pageData, percent, runPath, showError, walkRows,
+  afterPause, compact, counted, el, find, findAll, getJson, listen, number, pageData, percent, runPath, showError, walkRows,
 } from "./common.js";
 import { CHARTS, chartOf, metric } from "./run_charts.js";
 import { RunData } from "./run_data.js";
@@ -157,7 +157,7 @@ function sampleOf(row) {
       "span",
       { class: "shown-head small" },
       el("b", { class: "num" }, row.reward === null ? "no reward" : `reward ${number(row.reward)}`),
-      el("span", { class: "muted" }, `step ${row.step} · group ${row.group} · ${row.length} tokens`),
+      el("span", { class: "muted" }, `step ${row.step} · group ${row.group} · ${counted(row.length, "token")}`),
       ...["truncated", "error", "timed_out", "unsupported", "duplicate"].filter((flag) => row.flags.includes(flag))
         .map((flag) => el("span", { class: "tag" }, flag === "error" ? "not graded" : flag.replace("_", " "))),
     ),
@@ -178,14 +178,13 @@ const tail = (text) => (text.length > 120 ? `… ${characters(text).slice(-120).
 function showVerdict(findings, isWhole) {
   const verdict = find("#verdict");
   if (!findings.length) {
-    const steps = (data.steps.at(-1) ?? 0).toLocaleString("en-US");
     const until = isWhole && pageData().state !== "running" ? "" : " so far";
     verdict.replaceChildren(el("b", {}, "No findings"), " ", el("span", { class: "muted" },
-      `in ${steps} steps${until}. Every step was checked for the findings listed under “What is checked”.`));
+      `in ${counted(data.steps.at(-1) ?? 0, "step")}${until}. Every step was checked for the findings listed under “What is checked”.`));
     return;
   }
   verdict.replaceChildren(
-    el("b", {}, findings.length === 1 ? "1 finding" : `${findings.length} findings`),
+    el("b", {}, counted(findings.length, "finding")),
     el("span", { class: "verdict-codes" }, ...findings.map(({ code, severity }) =>
       el("a", { class: `tag tag--${severity}`, href: `#${code}` }, el("bdi", {}, code)))),
   );
@@ -194,12 +193,12 @@ function showVerdict(findings, isWhole) {
 /* where the tokens went */
 
 /** The last step that the sums on the page count; the server has summed the steps before the page was opened. */
-let counted = Number(document.querySelector("#ledger")?.getAttribute("data-step") ?? Infinity);
+let countedStep = Number(document.querySelector("#ledger")?.getAttribute("data-step") ?? Infinity);
 
 /** Adds the tokens of a new step to the sums. @param {Record<string, number>} metrics */
 function countTokens(metrics) {
-  if (metrics.step <= counted) return;
-  counted = metrics.step;
+  if (metrics.step <= countedStep) return;
+  countedStep = metrics.step;
   const bars = STAGES.map((stage) => find(`#ledger [data-stage=${stage}] progress`));
   const sums = bars.map((bar, i) => (bar ? bar.value : 0) + (metrics[`ledger/${STAGES[i]}`] ?? 0));
   bars.forEach((bar, i) => {
@@ -237,7 +236,7 @@ async function begin() {
       reload();
     },
     reset: () => location.reload(),
-  }, { since: Number.isFinite(counted) ? data.cursor.replace(/^\d+/, String(counted)) : data.cursor });
+  }, { since: Number.isFinite(countedStep) ? data.cursor.replace(/^\d+/, String(countedStep)) : data.cursor });
 }
 
 walkRows(() => findAll(".finding", place), (card) => find(".finding-link a", card)?.click());

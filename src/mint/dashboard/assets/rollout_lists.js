@@ -1,7 +1,7 @@
 // The lists of the rollouts page: the groups of a step, the results of a filter, and the visits of one item over the
 // steps of a run. Draws rows of the API; makes no requests and keeps no state.
 
-import { el } from "./common.js";
+import { counted, el } from "./common.js";
 import { advantageText, rewardText, tagsOf } from "./rollout_card.js";
 import { appendVisible } from "./tokens.js";
 
@@ -190,7 +190,7 @@ function visitMark(visit, at, y, isPicked, toggle) {
     "aria-label": `step ${visit.step}, mean reward ${meanText(visit.rewards)}`,
   });
   mark.append(
-    svg("title", {}, `step ${visit.step} · mean ${meanText(visit.rewards)} · ${visit.rewards.length} samples`),
+    svg("title", {}, `step ${visit.step} · mean ${meanText(visit.rewards)} · ${counted(visit.rewards.length, "sample")}`),
   );
   mark.append(
     svg("rect", { x: at - 6, y: 0, width: 12, height: CHART.height - CHART.bottom + 4, class: "visit-area" }),

@@ -5,6 +5,7 @@
 import {
   afterPause,
   apiUrl,
+  counted,
   el,
   find,
   findAll,
@@ -145,7 +146,7 @@ async function showGroups() {
 function drawGroups() {
   const { groups } = listed;
   const withSignal = groups.filter((group) => hasSignal(group.rewards));
-  find("#list-title").textContent = `${groups.length} group${groups.length === 1 ? "" : "s"}`;
+  find("#list-title").textContent = counted(groups.length, "group");
   const choice = (label, signal) =>
     button(label, () => go({ signal }, { push: false }), { "aria-pressed": String(state.signal === signal) });
   find("#signal-choice").replaceChildren(choice("all", false), choice(`signal ${withSignal.length}`, true));
@@ -160,10 +161,10 @@ function drawGroups() {
   const focused = findAll("#entries .entry").indexOf(document.activeElement);
   find("#entries").replaceChildren(...entries);
   if (focused >= 0) find(".entry", entries[focused] ?? document.createElement("li"))?.focus({ preventScroll: true });
-  const why = groups.length ? "No group of this step carries a signal." : "Nothing was rolled out yet.";
+  const why = groups.length ? "No group of this step carries a signal." : `Nothing was rolled out${pageData().state === "running" ? " yet" : ""}.`;
   if (!entries.length) find("#entries").append(el("li", { class: "empty" }, why));
   if (upTo < all.length) {
-    const more = button(`more: ${all.length - upTo} groups to go`, () => {
+    const more = button(`more: ${counted(all.length - upTo, "group")} to go`, () => {
       listed.shown = upTo + LISTED_GROUPS;
       drawGroups();
     });
@@ -235,6 +236,8 @@ function scrollWithin(list, entry) {
 
 async function showStage() {
   if (state.visits !== null) return showVisits(state.visits);
+  find(".colours").hidden = state.step === null; // without samples there is nothing to colour
+  find("#stage-empty").hidden = state.step !== null;
   if (state.step === null) return;
   if (state.group === null && isFiltering(state.filter)) return;
   const step = state.step;

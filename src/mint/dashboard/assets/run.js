@@ -3,7 +3,7 @@
 
 import {
   age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, number, pageData, percent, query, runPath,
-  searchKey, setQuery, shortcut, showError, showState, stateText,
+  searchKey, setQuery, shortcut, showError, showState, stateText, stepsText,
 } from "./common.js";
 import { DASHES, swatch } from "./chart_paint.js";
 import { Board } from "./charts.js";
@@ -119,7 +119,7 @@ function listenTo(run) {
       grown(run);
     },
     finding: (finding) => {
-      run.findings.push(finding);
+      run.findings = [...run.findings.filter(({ code }) => code !== finding.code), finding];
       if (single) {
         marks.push(finding);
         showFindings(run);
@@ -152,7 +152,7 @@ function showSummary(run) {
   const { summary } = run;
   const heldout = summary.heldout;
   const texts = {
-    step: `${summary.step} / ${summary.steps || NONE}`,
+    step: stepsText(summary),
     success: percent(summary.success),
     reward: fixed(summary.reward),
     best: fixed(summary.best_reward),
@@ -162,6 +162,7 @@ function showSummary(run) {
     rate: compact(summary.tokens_per_s),
   };
   for (const [name, text] of Object.entries(texts)) find(`.headline [data-cell=${name}]`).textContent = text;
+  find(".headline [data-cell=best]").parentElement.hidden = summary.best_reward === null;
   const progress = find(".headline [data-cell=progress]");
   [progress.max, progress.value] = [summary.steps || 1, summary.step];
   showState(find(".headline [data-cell=state]"), summary);
@@ -207,7 +208,7 @@ function showCompared(runs) {
     el("td", {}, swatch(i % DASHES.length, DASHES[i % DASHES.length])),
     el("th", { scope: "row" }, el("a", { class: "mono", href: `/runs/${encodeURIComponent(name)}` }, name)),
     el("td", {}, stateText(summary)),
-    el("td", { class: "num" }, `${summary.step} / ${summary.steps || NONE}`),
+    el("td", { class: "num" }, stepsText(summary)),
     el("td", { class: "num" }, percent(summary.success)),
     el("td", { class: "num" }, fixed(summary.reward)),
     el("td", { class: "num" }, fixed(summary.best_reward)),
@@ -288,7 +289,9 @@ function showCharts(runs) {
   if (find("#metrics").childElementCount !== names.length) {
     find("#metrics").replaceChildren(...names.map((name) => el("option", { value: name })));
   }
-  find("#no-steps").hidden = runs.some(({ steps, evaluations }) => steps.length || evaluations.length);
+  const isCharted = runs.some(({ steps, evaluations }) => steps.length || evaluations.length);
+  find("#no-steps").hidden = isCharted;
+  find(".toolbar--sticky").hidden = Boolean(single) && !isCharted; // it changes charts, and there are none
   find("#no-steps").textContent = runs.some(({ summary }) => summary.state === "running")
     ? "No step is done yet. The charts appear with the first step."
     : "There is nothing to chart: no step was done.";

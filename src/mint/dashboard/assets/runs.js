@@ -2,8 +2,8 @@
 // page. Knows the cells of runs.html by their `data-cell`.
 
 import {
-  age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
-  isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, walkRows,
+  age, afterPause, compact, counted, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
+  isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, stepsText, walkRows,
 } from "./common.js";
 import { beginStart } from "./launches.js";
 
@@ -58,8 +58,8 @@ function take({ runs, found, total, offset: first, is_whole: isWhole }) {
     else body.insertBefore(entry.row, place);
   }
   showRunning(runs.some(isRunning));
-  find("#count").textContent = isWhole ? (found === total ? `${total} runs` : `${found} of ${total} runs`)
-    : `reading runs: ${found} of ${total} so far`;
+  find("#count").textContent = isWhole ? (found === total ? counted(total, "run") : `${found.toLocaleString("en-US")} of ${counted(total, "run")}`)
+    : `reading runs: ${found.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} so far`;
   find("#empty").hidden = runs.length > 0 || !isWhole;
   if (total && !found) find("#empty").textContent = "No run fits this filter.";
   showPager(first, runs.length, found);
@@ -81,8 +81,16 @@ function showPager(first, count, found) {
 /** Another part of the list, from its beginning unless a place is given. */
 function ask(to = 0) {
   offset = to;
+  showClear();
   rememberQuery();
   return refresh();
+}
+
+const showClear = () => (find("#clear").hidden = !filterBox.value.trim() && !stateBox.value);
+
+function clearFilter() {
+  filterBox.value = stateBox.value = "";
+  return ask();
 }
 
 function rowOf(name) {
@@ -118,7 +126,7 @@ function fill(row, run) {
   cell("model").textContent = run.base_model || NONE;
   cell("progress").max = run.steps || 1;
   cell("progress").value = run.step;
-  cell("step").textContent = `${run.step} / ${run.steps || NONE}`;
+  cell("step").textContent = stepsText(run);
   cell("reward").textContent = fixed(run.reward);
   cell("best").textContent = fixed(run.best_reward);
   cell("heldout").textContent = fixed(run.heldout?.mean);
@@ -126,6 +134,9 @@ function fill(row, run) {
   cell("success").textContent = percent(run.success);
   cell("rate").textContent = compact(run.tokens_per_s);
   cell("age").textContent = age(run.began_at);
+  for (const name of ["task", "model", "reward", "best", "heldout", "success", "rate"]) {
+    cell(name).closest("td").toggleAttribute("data-none", cell(name).textContent === NONE);
+  }
   const found = SEVERITIES.some((severity) => run.findings[severity]);
   cell("findings").title = `Diagnosis of ${run.name}`;
   cell("findings").replaceChildren(found ? "" : el("span", { class: "muted" }, "none"), ...SEVERITIES.filter((severity) => run.findings[severity]).map((severity) =>
@@ -236,6 +247,7 @@ filterBox.value = query().get("q") ?? "";
 stateBox.value = query().get("state") ?? "";
 filterBox.addEventListener("input", askSoon);
 stateBox.addEventListener("change", () => ask());
+find("#clear").addEventListener("click", () => clearFilter().then(() => filterBox.focus()));
 for (const head of findAll("th[data-key]")) head.addEventListener("click", () => sortBy(head.dataset.key));
 for (const link of findAll("#pager a")) {
   link.addEventListener("click", (event) => {
@@ -251,6 +263,7 @@ find("#untick").addEventListener("click", () => {
 searchKey(filterBox);
 walkRows(() => findAll("tr[data-run]", body));
 shortcut("c", "Compare the ticked runs", openCompare);
+shortcut("Escape", "Clear the filter", clearFilter);
 shortcut("]", "Next page", () => find("#page-after").click());
 shortcut("[", "Page before", () => find("#page-before").click());
 /** A run that was deleted a moment ago can be brought back. */
@@ -270,9 +283,11 @@ function offerUndo() {
   };
   notice.replaceChildren(`${entry.replace(/^\d+-/, "")} was deleted. `, el("button", { type: "button", class: "button", onclick: undo }, "Undo"));
   notice.hidden = false;
+  find("button", notice).focus(); // the next key can bring it back
 }
 
 showSort();
+showClear();
 offerUndo();
 beginStart();
 await refresh();

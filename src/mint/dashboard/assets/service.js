@@ -1,7 +1,7 @@
 // The page of the service: polls the API every two seconds while it is visible. The small curves show values since the page
 // was opened. Knows the numbers of the API by name.
 
-import { compact, duration, el, find, getJson, number, percent, showError } from "./common.js";
+import { compact, counted, duration, el, find, getJson, number, percent, showError } from "./common.js";
 
 const EVERY_MS = 2000;
 const MAX_VALUES = 150; // five minutes
@@ -116,7 +116,7 @@ const rankRow = (process) => [`rank, process ${process}`, "trains"];
 
 /** What one replica has: its queue, and the loras in its memory. */
 const replicaRow = ({ process, jobs, sequences, loras, lora_bytes }) =>
-  [`replica, process ${process}`, `${number(jobs)} requests, ${number(sequences)} sequences, ${number(loras)} loras (${bytes(lora_bytes)})`];
+  [`replica, process ${process}`, `${counted(jobs, "request")}, ${counted(sequences, "sequence")}, ${counted(loras, "lora")} (${bytes(lora_bytes)})`];
 
 /** An external sampler: what it has, or why it is not reached. */
 const hostRow = ({ address, up, problem, jobs, sequences, loras, lost }) =>

@@ -258,7 +258,7 @@ export class TokenBlock {
     this.element.className = "tokens";
     this.element.tabIndex = 0;
     this.element.setAttribute("role", "group");
-    this.element.setAttribute("aria-label", `${spans.length} tokens; arrow keys go from one to the next`);
+    this.element.setAttribute("aria-label", `${spans.length} token${spans.length === 1 ? "" : "s"}; arrow keys go from one to the next`);
     this.more = document.createElement("button");
     this.more.className = "button more";
     this.more.type = "button";
