@@ -17,12 +17,20 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 
 HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine", "cluster"}),
-    "httpx": frozenset({"client/connection/http_transport.py", "cluster/external/host.py", "rl/tasks/openai_judge.py"}),
+    "httpx": frozenset(
+        {
+            "client/connection/http_transport.py",
+            "cluster/external/host.py",
+            "cluster/worker/membership.py",
+            "rl/tasks/openai_judge.py",
+        }
+    ),
     "starlette": frozenset(
         {
             "server/http",
             "server/openai",
             "server/responses_api",
+            "cluster/worker/routes.py",
             "server/messages_api",
             "dashboard",
             "compose/dashboard_server.py",

@@ -23,7 +23,7 @@
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_SHARD_BASE` | with a cluster: processes that train divide the layers of the base; same results | off |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
-| `MINT_SAMPLER` | comma-separated model servers that sample: `vllm=http://HOST:PORT` | none |
+| `MINT_SAMPLER` | what samples, separated by commas: `vllm=http://HOST:PORT`, or `workers` that join | none |
 | `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
 | `MINT_SAMPLER_API_KEY` | the key that they ask for | unset |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
@@ -104,15 +104,19 @@ Cluster = Annotated[str, AfterValidator(_cluster)]
 _SAMPLER = re.compile(r"vllm=(https?://[^/?#@\s,]+(?:/[^?#@\s,]*)?)")
 
 
+WORKERS = "workers"
+"""Instead of an address: samplers join, by `mint worker --join URL`."""
+
+
 def _samplers(text: str) -> str:
     for part in text.split(","):
-        if part.strip() and _SAMPLER.fullmatch(part.strip()) is None:
-            raise ValueError("is not of the form vllm=http://HOST:PORT")
+        if part.strip() not in ("", WORKERS) and _SAMPLER.fullmatch(part.strip()) is None:
+            raise ValueError(f"is not of the form vllm=http://HOST:PORT, and not {WORKERS}")
     return text
 
 
 Samplers = Annotated[str, AfterValidator(_samplers)]
-"""Model servers that sample, separated by commas."""
+"""Model servers that sample, separated by commas; `workers`: those that join."""
 
 
 class Settings(BaseSettings):
@@ -157,7 +161,8 @@ class Settings(BaseSettings):
     @property
     def sampler_addresses(self) -> list[str]:
         """The addresses in `sampler`."""
-        return [part.strip().partition("=")[2].rstrip("/") for part in self.sampler.split(",") if part.strip()]
+        parts = [part.strip() for part in self.sampler.split(",")]
+        return [part.partition("=")[2].rstrip("/") for part in parts if part not in ("", WORKERS)]
 
     @property
     def home_dir(self) -> Path:

@@ -92,6 +92,8 @@ VALUES: Mapping[str, Any] = {
     "ResponsesRequest.input": "Hi",
     "max_output_tokens": 2,
     "lora_name": "named",
+    "JoinSamplerRequest.address": "http://127.0.0.1:1",
+    "JoinSamplerRequest.key": "k" * 16,
     "UnloadLoraRequest.lora_name": "never loaded",
     "load_inplace": True,
     "DetokenizeRequest.tokens": [5, 6],
@@ -148,6 +150,8 @@ STATUS = {
     f"{API}/checkpoints/upload": 400,  # an empty body
     "/metrics": 403,  # for operators: ann and bob are two owners, and none is named
     f"{API}/cluster": 403,  # the same
+    f"{API}/samplers": 403,
+    f"{API}/samplers/loras/{{name}}": 403,
     f"{API}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/archive": 302,
 }
 """What the owner gets, where it is not 200."""

@@ -74,6 +74,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 BODIES: dict[type[BaseModel], tuple[str, Any]] = {
     requests.ResizeClusterRequest: ("cluster", lambda lab: {"trainers": 1, "samplers": 1}),
+    requests.JoinSamplerRequest: ("samplers", lambda lab: {"address": "http://127.0.0.1:1", "key": "k" * 16}),
     # a request: its route, and a body that is accepted
     requests.ClientConfigRequest: ("client/config", lambda lab: {}),
     requests.CreateSessionRequest: ("create_session", lambda lab: {}),

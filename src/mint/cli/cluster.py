@@ -1,4 +1,5 @@
-"""`mint status` and `mint scale`: what the processes of a server do, and how many there are to be."""
+"""`mint status`, `mint scale` and `mint worker`: what the processes of a server do, how many there are to be, and one
+more on this machine."""
 
 from __future__ import annotations
 
@@ -51,6 +52,26 @@ def scale(
     except MintError as error:
         fail(error, as_json=as_json)
     _show(address, health, as_json)
+
+
+def worker(
+    join: Annotated[str, typer.Option(help="the address of the server, which runs with --sampler workers")],
+    model: Annotated[str, typer.Option(help="the base model, the same as the server's")] = "mint/tiny",
+    host: Annotated[
+        str | None, typer.Option(help="the address to listen on; if not given, the one that the server sees")
+    ] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 0,
+) -> None:
+    """Samples on this machine for a server elsewhere, until a signal. MINT_API_KEY: the key of one of its operators."""
+    from mint.compose.workers.joined_worker import work  # deferred: loads torch
+    from mint.config import read_settings
+    from mint.server.ops.logs import configure_logs
+
+    configure_logs(format="console", level="info")
+    try:
+        work(read_settings(), join, model=model, host=host, port=port, announce=typer.echo)
+    except MintError as error:
+        fail(error)
 
 
 def _show(address: str, health: Mapping[str, Any], as_json: bool) -> None:

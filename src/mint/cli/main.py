@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
 from mint.cli.chaos import chaos
-from mint.cli.cluster import scale, status
+from mint.cli.cluster import scale, status, worker
 from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail, renamed
@@ -18,7 +18,7 @@ from mint.errors import MintError, MissingExtraError
 from mint.extras import install_command
 from mint.version import VERSION
 
-LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "plan", "plot", "recover"})
+LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "plan", "plot", "recover", "worker"})
 """Commands that need more of `mint[local]` than numpy, which `mint[rl]` has."""
 
 
@@ -71,6 +71,7 @@ app.command(cls=train.TrainCommand)(train.train)
 app.command()(serve.serve)
 app.command()(status)
 app.command()(scale)
+app.command()(worker)
 app.command()(recover)
 app.add_typer(serve.keys_app, name="keys")
 app.add_typer(storage.models_app, name="models")

@@ -67,7 +67,10 @@ def serve(
         typer.Option(help="with --cluster: those that train divide the layers of the base; each needs less memory"),
     ] = None,
     sampler: Annotated[
-        list[str] | None, typer.Option(help="a model server that samples: vllm=http://HOST:PORT; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help="a model server that samples: vllm=http://HOST:PORT, or workers: those that join; may be repeated"
+        ),
     ] = None,
     sampler_folder: Annotated[
         Path | None, typer.Option(help="where it reads LoRAs, if it is elsewhere: a folder that both have")

@@ -113,7 +113,7 @@ def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: E
     if engine is not None:
         return guarded(engine, on_lost)
     trainer = _trainer(settings, on_lost)
-    return external_engine(settings, trainer) if settings.sampler_addresses else trainer
+    return external_engine(settings, trainer) if settings.sampler.strip(" ,") else trainer
 
 
 def _trainer(settings: Settings, on_lost: Callable[[str], None]) -> Engine:

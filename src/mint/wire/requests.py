@@ -85,6 +85,14 @@ class ResizeClusterRequest(WireRequest):
     samplers: int | None = Field(None, ge=1, le=64)
 
 
+class JoinSamplerRequest(WireRequest):
+    """A worker at an address joins or leaves; `key` is what it asks of those that send it work."""
+
+    address: str = Field(max_length=300, pattern=r"^https?://[^/?#@\s,]+$")
+    key: str = Field(min_length=16, max_length=200, pattern=r"^[A-Za-z0-9_-]+$")
+    leaves: bool = False
+
+
 class CreateSessionRequest(WireRequest):
     """Opens a session; models and samplers belong to one.
 

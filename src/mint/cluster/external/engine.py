@@ -96,8 +96,37 @@ class ExternalEngine:
         Raises:
             InvalidRequestError: they have none of them, or as `load_base` says.
         """
+        if not self._samplers.addresses:
+            return  # workers will join
         for base in self._samplers.served(bases, within_s=self._start_s):
             self.load_base(base, base)
+
+    def admit_sampler(self, address: str, key: str) -> None:
+        """A worker joins: it gets jobs once it has applied loras of all shapes that are in use. Any thread may call.
+
+        Raises:
+            InvalidRequestError: it does not answer, or does not apply them as the trainer does.
+        """
+        self._samplers.join(address, key, self._check_one)
+
+    def dismiss_sampler(self, address: str, key: str) -> None:
+        """A worker leaves: it gets no more jobs."""
+        self._samplers.leave(address, key)
+
+    def lora_archive(self, name: str) -> bytes:
+        """A lora that a worker was told to load.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        return self._samplers.folders.archive(name)
+
+    def _check_one(self, address: str) -> None:
+        for base, lora in list(self._checked):
+            with self._trains:
+                check_lora(
+                    self._trainer, self._samplers, self._infos[base], lora, within_s=self._start_s, address=address
+                )
 
     # --- the lane that trains ------------------------------------------------------------------------------------
 

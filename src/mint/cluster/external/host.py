@@ -55,7 +55,9 @@ class HostRefusedError(RuntimeError):
 class Host:
     """The connection to one sampler."""
 
-    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+    def __init__(self, address: str, *, api_key: str | None = None, fetches: bool = False) -> None:
+        """`fetches`: it asks the server for loras, by name, and reads no folder."""
+        self._fetches = fetches
         self.address = address.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.AsyncClient(
@@ -83,9 +85,9 @@ class Host:
         await self._ask("GET", HEALTH, within_s=within_s)
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Makes the lora in a folder that the sampler can read available under a name."""
+        """Makes the lora in a folder available under a name."""
         try:
-            await self._ask("POST", LOAD_LORA, {"lora_name": name, "lora_path": path})
+            await self._ask("POST", LOAD_LORA, {"lora_name": name, "lora_path": name if self._fetches else path})
         except HostRefusedError as error:
             if error.status == 404 and "adapter found for" not in error.text and "failed" not in error.text:
                 raise HostRefusedError(404, f"{error.text} (is VLLM_ALLOW_RUNTIME_LORA_UPDATING=True?)") from error

@@ -51,8 +51,17 @@ class _Expected:
     """A lora of zeros: where many loras are loaded, vLLM's CPU build (0.32.0) applies one of them to the base, too."""
 
 
-def check_lora(engine: Engine, samplers: ExternalSamplers, info: BaseInfo, lora: LoraSpec, *, within_s: float) -> float:
-    """Refuses samplers that do not apply loras of this shape; returns the mean distance of their logprobs.
+def check_lora(
+    engine: Engine,
+    samplers: ExternalSamplers,
+    info: BaseInfo,
+    lora: LoraSpec,
+    *,
+    within_s: float,
+    address: str | None = None,
+) -> float:
+    """Refuses samplers, or the one at `address`, that do not apply loras of this shape; returns the mean distance of
+    their logprobs.
 
     Raises:
         InvalidRequestError: no sampler answers or has the base; or one refuses the lora, does not apply it, or computes
@@ -77,7 +86,7 @@ def check_lora(engine: Engine, samplers: ExternalSamplers, info: BaseInfo, lora:
             return host.address, str(error)
 
     try:
-        answers = samplers.ask_each(info.name, ask, within_s=within_s)
+        answers = samplers.ask_each(info.name, ask, within_s=within_s, address=address)
     finally:
         for own in named:
             folders.remove(own)

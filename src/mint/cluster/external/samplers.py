@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ PATIENCE_S = 300.0
 MAX_FAILURES = 3
 """A job fails after so many answers that say that the sampler has failed."""
 
+WORKER_SILENCE_S = 8.0
+"""The same for one that has joined."""
+
+FORGET_S = 60.0
+"""One that has joined is forgotten after so long without a sign of life; it may join again."""
+
 RETRY_S = 1.0
 """How long a job waits after such an answer, and a sampler after it was not reached."""
 
@@ -70,6 +77,10 @@ class _Member:
     problem: str = "was not asked yet"
     well_at: float = field(default_factory=time.monotonic)
     losses: int = 0
+    silence_s: float = SILENCE_S
+    key: str | None = None  # of one that has joined
+    is_checked: bool = True  # whether it gets jobs
+    leaves: bool = False
     jobs: set[asyncio.Task[SampleResult]] = field(default_factory=set)
     loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by lora
     unloads: set[asyncio.Task[None]] = field(default_factory=set)
@@ -113,7 +124,6 @@ class ExternalSamplers:
         self.folders = LoraFolders(shared)
         self._slots = lora_slots
         self._patience_s = patience_s
-        self._silence_s = silence_s
         self._versions = Versions(lambda vector: vector)
         self._uses: Counter[str] = Counter()  # jobs of a version, by its name
         self._gone: dict[str, None] = {}  # versions that were dropped, and have jobs yet
@@ -122,9 +132,10 @@ class ExternalSamplers:
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()  # a sampler came back, or has room
         self._members = {
-            number: _Member(Host(address, api_key=api_key), ReplicaState(lora_slots))
+            number: _Member(Host(address, api_key=api_key), ReplicaState(lora_slots), silence_s=silence_s)
             for number, address in enumerate(addresses)
         }
+        self._numbers = count(len(self._members))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._work, name="mint-external-samplers", daemon=True)
         self._thread.start()
@@ -160,7 +171,7 @@ class ExternalSamplers:
     @property
     def addresses(self) -> list[str]:
         """Where the samplers are."""
-        return [member.host.address for member in self._members.values()]
+        return [member.host.address for member in list(self._members.values())]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -180,7 +191,7 @@ class ExternalSamplers:
                     "sequences": member.state.sequences,
                     "loras": len(member.state.loras),
                 }
-                for member in self._members.values()
+                for member in list(self._members.values())
             ],
         }
 
@@ -191,6 +202,70 @@ class ExternalSamplers:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self.folders.close()
+
+    # --- those that join and leave -------------------------------------------------------------------------------
+
+    def join(self, address: str, key: str, check: Callable[[str], None]) -> None:
+        """Adds a sampler that fetches its loras, once `check` has accepted it; one that is there already is fine.
+
+        Raises:
+            InvalidRequestError: it does not answer, or `check` refuses it.
+        """
+        self._call(self._join(address, key, check)).result()
+
+    def leave(self, address: str, key: str) -> None:
+        """Sends no more jobs to a sampler that has joined, and forgets it when it has none."""
+        self._call(self._leave(address, key)).result()
+
+    async def _join(self, address: str, key: str, check: Callable[[str], None]) -> None:
+        for member in self._members.values():
+            if (member.host.address, member.key) == (address, key) and not member.leaves:
+                return
+        for number, member in list(self._members.items()):
+            if member.host.address == address and member.key is not None:  # it was started again
+                self._note_lost(member, "another one has its address")
+                await self._forget_member(number)
+        member = _Member(
+            Host(address, api_key=key, fetches=True),
+            ReplicaState(self._slots),
+            silence_s=WORKER_SILENCE_S,
+            key=key,
+            is_checked=False,
+        )
+        number = next(self._numbers)
+        self._members[number] = member
+        try:
+            await self._greet(member)
+            await asyncio.to_thread(check, address)
+        except (HostUnreachableError, HostRefusedError, BadAnswerError) as error:
+            await self._forget_member(number)
+            raise InvalidRequestError(
+                f"does not answer the server: {error}",
+                field="address",
+                value=address,
+                remedy="Name an address that the server reaches: mint worker --host",
+            ) from error
+        except Exception:
+            await self._forget_member(number)
+            raise
+        member.is_checked = True
+        member.well_at = time.monotonic()
+        self._start_watching(member, number)
+        self._changed.set()
+        log.info("the sampler %s has joined", address)
+
+    async def _leave(self, address: str, key: str) -> None:
+        for number, member in list(self._members.items()):
+            if (member.host.address, member.key) == (address, key):
+                member.leaves = True
+                log.info("the sampler %s leaves; it has %d jobs yet", address, len(member.jobs))
+                if not member.jobs:
+                    await self._forget_member(number)
+
+    async def _forget_member(self, number: int) -> None:
+        member = self._members.pop(number, None)
+        if member is not None:
+            await member.host.close()
 
     def served(self, bases: Sequence[str], *, within_s: float) -> list[str]:
         """Which of the bases some sampler has. Waits for a sampler as `ask_each` does.
@@ -207,7 +282,7 @@ class ExternalSamplers:
     def _wait_for_one(self, within_s: float) -> list[_Member]:
         until = time.monotonic() + within_s
         said = False
-        while not (up := [member for member in self._members.values() if member.is_up]):
+        while not (up := [member for member in list(self._members.values()) if member.is_up]):
             if time.monotonic() >= until:
                 raise InvalidRequestError(
                     f"does not answer since {within_s:.0f} s: {self._problems()}",
@@ -231,14 +306,20 @@ class ExternalSamplers:
         )
 
     def ask_each(
-        self, base: str, ask: Callable[[Host, str], Coroutine[Any, Any, Any]], *, within_s: float
+        self,
+        base: str,
+        ask: Callable[[Host, str], Coroutine[Any, Any, Any]],
+        *,
+        within_s: float,
+        address: str | None = None,
     ) -> list[Any]:
-        """What each sampler that has the base, under the given name, answers. Waits for one for `within_s` at most.
+        """What each sampler that has the base, under the given name, answers; with `address`, what that one does. Waits
+        for one for `within_s` at most.
 
         Raises:
             InvalidRequestError: none answers in time, or none has the base.
         """
-        up = self._wait_for_one(within_s)
+        up = [each for each in self._wait_for_one(within_s) if address in (None, each.host.address)]
         having = [(member.host, name) for member in up if (name := served_name(member.models, base)) is not None]
         if not having:
             raise self._without(up, base)
@@ -361,7 +442,9 @@ class ExternalSamplers:
             while True:
                 base = own.job.base
                 able = {
-                    n: m.state for n, m in self._members.items() if m.is_up and served_name(m.models, base) is not None
+                    n: m.state
+                    for n, m in self._members.items()
+                    if m.is_up and m.is_checked and not m.leaves and served_name(m.models, base) is not None
                 }
                 number = route(able, own.needs)
                 if number is not None:
@@ -419,7 +502,7 @@ class ExternalSamplers:
             return
         self._gone.pop(name, None)
         del self._uses[name]
-        for member in self._members.values():
+        for member in list(self._members.values()):
             if member.state.forget(name):
                 self._unload(member, name)
         await asyncio.to_thread(self.folders.remove, f"{self.folders.prefix}-{name}")
@@ -427,15 +510,26 @@ class ExternalSamplers:
     # --- samplers that come and go -------------------------------------------------------------------------------
 
     async def _watch_all(self) -> None:
-        for member in self._members.values():
-            task = asyncio.ensure_future(self._watch(member))
-            self._tasks.add(task)
+        for number, member in self._members.items():
+            self._start_watching(member, number)
 
-    async def _watch(self, member: _Member) -> None:
-        while True:
+    def _start_watching(self, member: _Member, number: int) -> None:
+        task = asyncio.ensure_future(self._watch(member, number))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, member: _Member, number: int) -> None:
+        while self._members.get(number) is member:
+            if member.leaves and not member.jobs:
+                await self._forget_member(number)
+                return
+            if member.key is not None and time.monotonic() - member.well_at > FORGET_S:
+                log.error("the sampler %s is forgotten: it was silent for %.0f s", member.host.address, FORGET_S)
+                await self._forget_member(number)
+                return
             try:
                 if member.is_up:
-                    await member.host.is_well(self._silence_s)
+                    await member.host.is_well(member.silence_s)
                 else:
                     await self._greet(member)
                 member.well_at = time.monotonic()
@@ -443,11 +537,11 @@ class ExternalSamplers:
                 self._note_lost(member, str(error))
             except Exception:  # the boundary: whoever watches must not end
                 log.exception("watching %s failed", member.host.address)
-            await asyncio.sleep(min(HEALTH_EVERY_S, self._silence_s) if member.is_up else RETRY_S)
+            await asyncio.sleep(min(HEALTH_EVERY_S, member.silence_s) if member.is_up else RETRY_S)
 
     async def _greet(self, member: _Member) -> None:
         """Notes a sampler that answers, and which loras it has kept."""
-        await member.host.is_well(self._silence_s)
+        await member.host.is_well(member.silence_s)
         member.models = await member.host.models()
         for name in [name for name in member.loads if f"{self.folders.prefix}-{name}" not in member.models]:
             self._forget(member, name)
@@ -478,7 +572,8 @@ class ExternalSamplers:
         return False
 
     def _problems(self) -> str:
-        return "; ".join(f"{member.host.address}: {member.problem}" for member in self._members.values())
+        members = [f"{member.host.address}: {member.problem}" for member in list(self._members.values())]
+        return "; ".join(members) or "no worker has joined (mint worker --join URL)"
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
@@ -490,7 +585,7 @@ class ExternalSamplers:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _close(self) -> None:
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         for member in self._members.values():
             for name in list(member.loads) if member.is_up else []:

@@ -59,6 +59,20 @@ def resize_cluster(call: Call) -> Response:
     return respond(Health(status="ok", cluster=dict(call.service.cluster_state)))
 
 
+def join_sampler(call: Call) -> Response:
+    """A worker (`mint worker --join URL`) joins, to sample for this server, or leaves. Workers repeat it every few
+    seconds. One that computes other numbers than this server is refused."""
+    wanted = wire.decode(messages.JoinSamplerRequest, call.body)
+    call.service.join_sampler(wanted.address, wanted.key, leaves=wanted.leaves)
+    return respond(Health(status="ok"))
+
+
+def lora_archive(call: Call) -> Response:
+    """The weights of a LoRA that a worker was told to load: a line of JSON, then float32."""
+    content = call.service.lora_archive(call.request.path_params["name"])
+    return Response(content, media_type="application/octet-stream")
+
+
 def metrics(call: Call) -> Response:
     """Metrics for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts.
 
@@ -100,6 +114,18 @@ ROUTES: tuple[RouteRow, ...] = (
         response=Health,
         for_operators=True,
         waits_for_disk=False,
+    ),
+    RouteRow(
+        "POST",
+        f"{wire.API_PREFIX}/samplers",
+        join_sampler,
+        request=messages.JoinSamplerRequest,
+        response=Health,
+        for_operators=True,
+        waits_for_disk=False,
+    ),
+    RouteRow(
+        "GET", f"{wire.API_PREFIX}/samplers/loras/{{name}}", lora_archive, for_operators=True, waits_for_disk=False
     ),
     RouteRow("GET", "/metrics", metrics, for_operators=True, waits_for_disk=False),
     _open("/openapi.json", describe),

@@ -155,7 +155,12 @@ def log_access(record: AccessRecord) -> None:
     )
 
 
-_ROUTINE = frozenset({"/healthz", "/health", "/api/v1/healthz", "/readyz", "/metrics", "/api/v1/session_heartbeat"})
+_ROUTINE = frozenset(
+    {
+        *("/healthz", "/health", "/api/v1/healthz", "/readyz", "/metrics"),
+        *("/api/v1/session_heartbeat", "/api/v1/samplers"),
+    }
+)
 
 
 def _add_request_id(_logger: Any, _method: str, event: Event) -> Event:

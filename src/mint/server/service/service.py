@@ -310,6 +310,32 @@ class Service:
             raise InvalidRequestError("has none: one process works", field="cluster", value="none", remedy=remedy)
         resize(trainers=trainers, samplers=samplers)
 
+    def join_sampler(self, address: str, key: str, *, leaves: bool) -> None:
+        """A worker joins, to sample, or leaves.
+
+        Raises:
+            InvalidRequestError: no workers are wanted, or the worker cannot be used.
+        """
+        change = self._of_workers("dismiss_sampler" if leaves else "admit_sampler")
+        change(address, key)
+
+    def lora_archive(self, name: str) -> bytes:
+        """The weights of a lora that a worker was told to load.
+
+        Raises:
+            NotFoundError: there is none of this name.
+            InvalidRequestError: no workers are wanted.
+        """
+        archive: bytes = self._of_workers("lora_archive")(name)
+        return archive
+
+    def _of_workers(self, name: str) -> Any:
+        found = getattr(self._engine, name, None)
+        if found is None:
+            remedy = "Start it with --sampler workers"
+            raise InvalidRequestError("takes no workers", field="sampler", value="none", remedy=remedy)
+        return found
+
     @property
     def cluster_state(self) -> Mapping[str, Any]:
         """Numbers of the processes that work for this one (`ClusterEngine.cluster_state`); empty without a cluster."""

@@ -1,0 +1,1 @@
+"""A machine that joins a server to sample for it (`mint worker --join URL`)."""

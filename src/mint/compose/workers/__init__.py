@@ -1,0 +1,1 @@
+"""Puts together the programs that work for a server elsewhere."""
