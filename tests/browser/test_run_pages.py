@@ -38,6 +38,11 @@ CHARTS = {
 """What the folder calls the numbers of each chart; written down apart from the scripts that draw them."""
 
 
+def noted(folder: Path) -> list[dict[str, Any]]:
+    """The findings of a run folder: of each code the last line, which may be more severe than the first."""
+    return list({finding["code"]: finding for finding in lines(folder, "findings.jsonl")}.values())
+
+
 def sampled_evaluations(folder: Path, temperature: float = 1.0) -> list[dict[str, Any]]:
     return [row for row in lines(folder, "evaluations.jsonl") if row["temperature"] == temperature]
 
@@ -77,7 +82,7 @@ def test_the_table_of_runs_has_the_numbers_of_each_folder(tab: Tab, home: Path, 
     wanted = headline(folder)
     assert cells(page, row, wanted) == wanted
     counts = dict.fromkeys(("error", "warning", "info"), 0)
-    for finding in lines(folder, "findings.jsonl"):
+    for finding in noted(folder):
         counts[finding["severity"]] += 1
     shown = {kind: "".join(texts(page, f"{row} .tag--{kind}:not([data-cell=state])")) for kind in counts}
     assert shown == {kind: str(count or "") for kind, count in counts.items()}
@@ -128,7 +133,7 @@ def test_the_headline_of_a_run_has_the_numbers_of_its_folder(tab: Tab, home: Pat
     shown = page.locator(".headline [data-cell=gain]").inner_text()
     sign = "+" if gain >= 0 else "−"
     assert shown == f"from {fixed(evaluations[0]['mean'])} ({sign}{fixed(abs(gain))})"
-    found = lines(folder, "findings.jsonl")
+    found = noted(folder)
     assert texts(page, "#findings .tag") == [finding["code"] for finding in found]
     assert all(finding["evidence"] in page.locator("#findings").inner_text() for finding in found)
 
