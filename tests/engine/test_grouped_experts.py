@@ -13,7 +13,7 @@ from small_models import write_model
 from torch import Tensor
 
 from mint.engine.cuda.graph_step import StepGraphs
-from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs, tile_step_pairs
+from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts, tile_pairs, tile_step_pairs, trained_tile_rows
 from mint.engine.cuda.lora_slots import TILE_ROWS, common_spec
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.lora import LoraRows, LoraWeights
@@ -240,3 +240,53 @@ def test_a_captured_step_with_experts_waits_for_nothing(tmp_path: Path) -> None:
     rules = torch.zeros((4, 64), dtype=torch.float64, device="meta")
     runs = [LoraRows(0, 64, loras[0])]
     assert graphs.drawn(inputs, 1, kind, runs, rules, is_restricted=True).is_meta
+
+
+@pytest.mark.parametrize("rows", [1, 33, 900])
+@pytest.mark.parametrize("trains_experts", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", *JOINT])
+def test_a_gradient_through_experts_together_is_that_of_the_loop(
+    family: str, trains_experts: bool, rows: int, tmp_path: Path
+) -> None:
+    write_model(tmp_path, "tied", family=family, **(JOINT.get(family) or WIDTHS))
+    decoder, generator = open_decoder(tmp_path), torch.Generator().manual_seed(0)
+    lora = new_lora(decoder, LoraSpec(5, 0, True, trains_experts, False))
+    lora.flat.copy_(torch.randn(lora.flat.shape, generator=generator) * 0.1)
+    gradient = lora.enable_gradient()
+    x = torch.randn(rows, decoder.config.hidden_size, generator=generator)
+    weights = torch.randn(x.shape, generator=generator)
+    found = []
+    for mixture in (decoder.mixtures[0], _grouped(decoder, 0)):
+        gradient.zero_()
+        own = x.clone().requires_grad_()
+        out = mixture(own, [LoraRows(0, rows, lora)])
+        for _ in range(2):  # gradients are added to those that are there
+            (out * weights).sum().backward(retain_graph=True)
+        assert own.grad is not None
+        found.append((out.detach(), own.grad, gradient.clone()))
+    assert bool(found[0][2].any()) == trains_experts
+    for expected, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, expected, rtol=0, atol=2e-5 * max(1e-3, float(expected.abs().max())))
+
+
+def test_a_base_in_bfloat16_has_nearly_the_gradient_of_the_loop(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family="qwen3_moe", **WIDTHS)
+    decoder, generator = open_decoder(tmp_path, torch.bfloat16), torch.Generator().manual_seed(0)
+    lora = new_lora(decoder, LoraSpec(4, 0, True, True, False))
+    lora.flat.copy_(torch.randn(lora.flat.shape, generator=generator) * 0.1)
+    gradient = lora.enable_gradient()
+    x = torch.randn(70, decoder.config.hidden_size, generator=generator)
+    found = []
+    for mixture in (decoder.mixtures[0], _grouped(decoder, 0)):
+        gradient.zero_()
+        mixture(x, [LoraRows(0, len(x), lora)]).square().sum().backward()  # x needs no gradient, the lora does
+        found.append(gradient.clone())
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.999
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=3e-2 * float(found[0].abs().max()))
+
+
+def test_tiles_of_training_grow_with_the_pairs_and_add_at_most_a_quarter() -> None:
+    for pairs, count in ((8, 128), (2048, 128), (8192, 8), (131072, 128), (131072, 4)):
+        rows = trained_tile_rows(pairs, count)
+        assert rows in (16, 32, 64, 128)
+        assert rows == 16 or count * (rows - 1) <= pairs / 4

@@ -1,10 +1,12 @@
-"""A mixture of experts on a GPU without gradients: one grouped product over all experts, and no wait for the device.
+"""A mixture of experts on a GPU: one grouped product over all experts, and no wait for the device.
 
 `MixtureOfExperts` runs two products for each expert, and has to read back how many rows each of them has. Here pairs of
 a row and an expert are sorted by expert into a layout of fixed size, in which each expert begins a tile of rows. One
 grouped product of torch computes all experts, and the kernels of captured steps add a lora's part, with the expert as
-the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`). With a gradient it is the loop
-over experts.
+the slot of a tile. The layout is that of vLLM's fused experts (`moe_align_block_size`).
+
+With a gradient, torch's products of tiles compute the lora, each tile with the matrices of its expert, and the backward
+adds the lora's gradient of all experts to where their `grad` is. Such a batch has one lora.
 
 Experts whose gate and up are one layer (GPT-OSS, Qwen3.5-MoE) have one lora part for both. Those of GPT-OSS also have
 biases and a clamped SwiGLU. The kernels' SwiGLU takes none of these. There the kernels add the bias and the lora to a
@@ -13,7 +15,8 @@ product, and torch computes the activation.
 In a captured step, the pairs are sorted by expert and then by lora, so that one pass has all loras of the batch, and
 rows of padding go to no expert. Elsewhere, several loras are one pass each.
 
-Letters: T rows · E hidden size · K experts per row · P pairs (T·K) · N experts · M rows of the layout.
+Letters: T rows · E hidden size · K experts per row · P pairs (T·K) · N experts · M rows of the layout · I inputs and
+O outputs of a product · G tiles of S rows · R ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +24,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cuda.graph_step import StepContext, StepKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart, LoraSlots
-from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import DenseMatrix, LoraLinears
-from mint.engine.model.mixture_of_experts import MixtureOfExperts, route
+from mint.engine.model.mixture_of_experts import MixtureOfExperts, SwiGlu, route
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, MlpWeights, expert_site
+
+
+MAX_TRAINED_TILE_ROWS = 128
+"""Rows of a tile in training, where there are enough of them: a tile reads its expert's lora once."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +57,171 @@ class TiledPairs:
     experts: Tensor
 
 
-def tile_pairs(chosen: Tensor, count: int) -> TiledPairs:
-    """The layout of the experts `chosen` [T, K] out of `count`; its size depends on T, K and `count` alone."""
+def tile_pairs(chosen: Tensor, count: int, tile_rows: int = TILE_ROWS) -> TiledPairs:
+    """The layout of the experts `chosen` [T, K] out of `count`, in tiles of `tile_rows`; its size depends on T, K and
+    `count` alone."""
     pairs, device = chosen.numel(), chosen.device
     order = torch.argsort(chosen.reshape(-1), stable=True)
     owners = chosen.reshape(-1)[order]
     borders = torch.searchsorted(owners, torch.arange(count + 1, device=device))
-    tiles = (borders.diff() + TILE_ROWS - 1) // TILE_ROWS
-    ends = tiles.cumsum(0) * TILE_ROWS
-    shifts = ends - tiles * TILE_ROWS - borders[:-1]
+    tiles = (borders.diff() + tile_rows - 1) // tile_rows
+    ends = tiles.cumsum(0) * tile_rows
+    shifts = ends - tiles * tile_rows - borders[:-1]
     places = torch.empty_like(order).scatter_(0, order, torch.arange(pairs, device=device) + shifts[owners])
-    size = TILE_ROWS * min(pairs, (pairs + count * (TILE_ROWS - 1)) // TILE_ROWS)
+    size = tile_rows * min(pairs, (pairs + count * (tile_rows - 1)) // tile_rows)
     experts = torch.searchsorted(ends, torch.arange(size, device=device), right=True)
     experts = experts.masked_fill(experts == count, -1)
     return TiledPairs(places.view(chosen.shape), ends.int(), experts.int())
+
+
+def trained_tile_rows(pairs: int, count: int) -> int:
+    """Rows of a tile, a power of two: `count` experts add at most a quarter of the `pairs`, where these are many."""
+    rows = min(MAX_TRAINED_TILE_ROWS, max(TILE_ROWS, pairs // (4 * count)))
+    return 1 << (rows.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class StackedLora:
+    """A trained lora of all experts at one site: views of its weights, `a` [N, R, I] and `b` [N, O, R of a part], and of
+    their gradients; the ranks and outputs of each part; one of its matrices, as autograd knows it."""
+
+    a: Tensor
+    b: Tensor
+    a_gradient: Tensor
+    b_gradient: Tensor
+    parts: Sequence[tuple[slice, slice]]
+    scale: float
+    tracked: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertsProduct:
+    """One product of all experts, with a gradient: frozen matrices [N, O, I], perhaps biases [N, O], and a lora.
+
+    Rows are in the layout of `pairs`, whose tiles the last expert continues to its end, so that all results are defined.
+    """
+
+    matrices: Tensor
+    biases: Tensor | None
+    lora: StackedLora | None
+    ends: Tensor  # int32 [N]
+    experts: Tensor  # of each tile, int64 [G]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Float32 [M, O] of x [M, I]."""
+        out = F.grouped_mm(x.to(self.matrices.dtype), self.matrices.mT, offs=self.ends).float()
+        tiles = self._tiled(out)
+        if self.biases is not None:
+            tiles += self.biases[self.experts][:, None]
+        if self.lora is not None:
+            down = torch.bmm(self._tiled(x), self.lora.a[self.experts].mT)
+            b = self.lora.b[self.experts]
+            for columns, own in self.lora.parts:
+                tiles[:, :, own].baddbmm_(down[:, :, columns], b[:, own].mT, alpha=self.lora.scale)
+        return out
+
+    def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool) -> Tensor | None:
+        """From grad [M, O] the gradient for x [M, I], if asked for. The lora's is added to `a_gradient` and
+        `b_gradient`."""
+        grad_x = None
+        if for_input:
+            grad_x = F.grouped_mm(grad.to(self.matrices.dtype), self.matrices, offs=self.ends).float()
+        if self.lora is not None:
+            self._add_lora_gradient(self.lora, self._tiled(grad), self._tiled(x), grad_x)
+        return grad_x
+
+    def _add_lora_gradient(self, lora: StackedLora, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None:
+        """`grad` [G, S, O] and x [G, S, I]."""
+        a, b = lora.a[self.experts], lora.b[self.experts]
+        down = torch.bmm(x, a.mT)
+        grad_down = torch.empty_like(down)
+        for columns, own in lora.parts:
+            part = grad[:, :, own]
+            grad_down[:, :, columns] = torch.bmm(part, b[:, own]).mul_(lora.scale)
+            lora.b_gradient[:, own] += self._sum(torch.bmm(part.mT, down[:, :, columns])).mul_(lora.scale)
+        lora.a_gradient.add_(self._sum(torch.bmm(grad_down.mT, x)))
+        if grad_x is not None:
+            self._tiled(grad_x).baddbmm_(grad_down, a)
+
+    def _sum(self, tiles: Tensor) -> Tensor:
+        """Adds up the tiles of each expert, in one order: [N, ...] of [G, ...]."""
+        numbers = torch.arange(len(self.matrices), device=tiles.device)
+        is_own = (numbers[:, None] == self.experts).to(tiles.dtype)
+        return is_own.mm(tiles.flatten(1)).view(len(numbers), *tiles.shape[1:])
+
+    def _tiled(self, x: Tensor) -> Tensor:
+        """[G, S, width] of [M, width]."""
+        return x.view(len(self.experts), -1, x.shape[1])
+
+
+class _Multiply(AutogradFunction):
+    """`product.product`. The lora's gradient is not autograd's: an expert's matrices would be a leaf each."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, product: ExpertsProduct, *tracked: Tensor) -> Tensor:
+        """Float32 [M, O] from x [M, I]; a matrix of the lora is `tracked`, so that the backward runs."""
+        ctx.save_for_backward(x)
+        ctx.product = product
+        return product.product(x)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for x."""
+        (x,) = ctx.saved_tensors
+        grad_x = ctx.product.gradient(grad.contiguous(), x, for_input=ctx.needs_input_grad[0])
+        return grad_x, *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
+class _Spread(AutogradFunction):
+    """Copies rows [T, E] to the places [T, K] of their pairs, [size, E]; other places are zero. The gradients of a row's
+    pairs are added in one order."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        pairs = x.repeat_interleave(places.shape[1], dim=0)
+        return x.new_zeros(size, x.shape[1]).index_copy_(0, places.reshape(-1), pairs)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        total = grad.index_select(0, places[:, 0])
+        for choice in range(1, places.shape[1]):
+            total.add_(grad.index_select(0, places[:, choice]))
+        return total, None, None
+
+
+class _Collect(AutogradFunction):
+    """`residual` [T, E] plus the pairs of each row, at `places` [T, K] of `wide` [M, E], times their routing weights."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, wide: Tensor, routing_weights: Tensor, residual: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(wide, routing_weights, places)
+        out = residual.clone()
+        for choice in range(places.shape[1]):
+            out.add_(wide.index_select(0, places[:, choice]).mul_(routing_weights[:, choice : choice + 1]))
+        return out
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for wide, routing weights and residual."""
+        wide, routing_weights, places = ctx.saved_tensors
+        grad_wide = torch.zeros_like(wide)
+        grad_weights = torch.empty_like(routing_weights)
+        for choice in range(places.shape[1]):
+            own = places[:, choice]
+            torch.sum(wide.index_select(0, own).mul_(grad), -1, out=grad_weights[:, choice])
+            grad_wide.index_copy_(0, own, grad * routing_weights[:, choice : choice + 1])
+        return grad_wide, grad_weights, grad, None
 
 
 @dataclass(frozen=True)
@@ -88,7 +249,7 @@ def tile_step_pairs(chosen: Tensor, slots: Tensor, is_padding: Tensor, count: in
 
 
 class GroupedMixtureOfExperts(MixtureOfExperts):
-    """`MixtureOfExperts` whose experts are computed together where no gradient is needed."""
+    """`MixtureOfExperts` whose experts are computed together."""
 
     def __init__(
         self,
@@ -133,7 +294,7 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         self, normed: Tensor, routing_weights: Tensor, chosen: Tensor, residual: Tensor, loras: Sequence[LoraRows]
     ) -> Tensor:
         if torch.is_grad_enabled():
-            return super().run_experts(normed, routing_weights, chosen, residual, loras)
+            return self._run_trained(normed, routing_weights, chosen, residual, loras[0].weights)
         out = residual.clone()
         for run in loras:
             rows = slice(run.start, min(run.stop, len(normed)))
@@ -142,6 +303,27 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
                 part = partial(self._part, run.weights, pairs.experts)
                 self._add_experts(out[rows], normed[rows], routing_weights[rows], pairs, part)
         return out
+
+    def _run_trained(
+        self, normed: Tensor, routing_weights: Tensor, chosen: Tensor, residual: Tensor, lora: LoraWeights | None
+    ) -> Tensor:
+        """`run_experts` with a gradient; all rows have this lora."""
+        tile_rows = trained_tile_rows(chosen.numel(), self._count)
+        pairs = tile_pairs(chosen, self._count, tile_rows)
+        size = len(pairs.experts)
+        pairs.ends[-1:] = size
+        experts = pairs.experts[::tile_rows].long()
+        experts = experts.masked_fill(experts < 0, self._count - 1)
+
+        def multiply(x: Tensor, name: str, matrices: Tensor, biases: Tensor | None) -> Tensor:
+            own = self._stacked(lora, name)
+            product = ExpertsProduct(matrices, biases, own, pairs.ends, experts)
+            return _Multiply.run(x, product, *(() if own is None else (own.tracked,)))
+
+        wide = _Spread.run(normed, pairs.places, size)
+        inner = SwiGlu.run(multiply(wide, "gate_up", self._gate_up, self._gate_up_bias), self._operations)
+        found = multiply(inner, "down", self._down, self._down_bias)
+        return _Collect.run(found, routing_weights, residual, pairs.places)
 
     def run_step(self, x: Tensor, rows: StepContext, loras: LoraSlots | None) -> Tensor:
         """See `StepMixture`."""
@@ -192,14 +374,29 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         names = self._sites(product)
         if lora is None or names[0] not in lora.sites:
             return None
-        first, last = lora.sites[names[0]], lora.sites[names[-1]]
-        apart = last.a.storage_offset() - first.a.storage_offset()
-        a, b = first.a.detach(), first.bs[0].detach()
-        stacked_a = a.as_strided((self._count, *a.shape), (apart, *a.stride()))
-        outputs = sum(len(own) for own in first.bs)
-        stacked_b = b.as_strided((self._count, outputs, b.shape[1]), (apart, *b.stride()))
+        stacked_a, stacked_b = self._stack_lora(lora.sites[names[0]], lora.sites[names[-1]])
         scales = torch.full((self._count,), lora.scale, device=x.device)
         return LoraPart(self._kernels.shrink(x, stacked_a, experts), stacked_b, scales, experts)
+
+    def _stack_lora(self, first: SiteWeights, last: SiteWeights) -> tuple[Tensor, Tensor]:
+        """Views [N, R, I] and [N, O, R of a part] of the matrices of all experts, of which the first and another one,
+        or the only one, are given."""
+        apart = last.a.storage_offset() - first.a.storage_offset()
+        a, b = first.a.detach(), first.bs[0].detach()
+        outputs = sum(len(own) for own in first.bs)
+        stacked_a = a.as_strided((self._count, *a.shape), (apart, *a.stride()))
+        return stacked_a, b.as_strided((self._count, outputs, b.shape[1]), (apart, *b.stride()))
+
+    def _stacked(self, lora: LoraWeights | None, product: str) -> StackedLora | None:
+        """A lora with its gradient, if it trains the experts."""
+        names = self._sites(product)
+        if lora is None or names[0] not in lora.sites:
+            return None
+        first, last = lora.sites[names[0]], lora.sites[names[-1]]
+        weights = self._stack_lora(first, last)
+        gradients = self._stack_lora(_gradient_of(first), _gradient_of(last))
+        parts = [(columns, own) for columns, own, _ in first.parts()]
+        return StackedLora(*weights, *gradients, parts, lora.scale, first.a)
 
     def _slots_part(self, loras: LoraSlots | None, pairs: StepPairs, product: str, x: Tensor) -> LoraPart | None:
         """The part of all loras that are in slots."""
@@ -209,6 +406,14 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
         stacked = loras.of_experts(name, self._count)
         numbers = torch.where(pairs.slots < 0, -1, pairs.slots * loras.experts_apart + pairs.experts)
         return LoraPart(self._kernels.shrink(x, stacked.a, numbers), stacked.bs, stacked.scales, numbers)
+
+
+def _gradient_of(site: SiteWeights) -> SiteWeights:
+    """Where the gradients of its matrices are added up (`LoraWeights.enable_gradient`)."""
+    found = [own.grad for own in (site.a, *site.bs) if own.grad is not None]
+    if len(found) <= len(site.bs):
+        raise ValueError("the gradient of this lora is not enabled")
+    return SiteWeights(found[0], tuple(found[1:]))
 
 
 def _is_joint(config: DecoderConfig) -> bool:

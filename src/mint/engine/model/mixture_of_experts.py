@@ -72,7 +72,7 @@ class MixtureOfExperts:
             weights = self._weights.experts[expert]
             site = expert_site(self._layer, expert)
             wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
-            inner = _SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
+            inner = SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
             narrow = self._loras.multiply(inner, weights.down, f"{site}.down", own)
             parts.append(self._add_bias(narrow, weights.down_bias))
         return _Combine.run(torch.cat(parts), routing_weights, residual, order, places)
@@ -178,7 +178,7 @@ class SharedExpert(AutogradFunction):
         return grad_x, grad, None, None, None, None, None, None, *wide_grads, *down_grads
 
 
-class _SwiGlu(AutogradFunction):
+class SwiGlu(AutogradFunction):
     """`silu(gate) · up` [T, I] of [T, 2·I]."""
 
     @staticmethod
