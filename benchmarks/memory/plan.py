@@ -142,6 +142,7 @@ def main() -> None:
             peaks = {
                 "kept": plan.kept,
                 "recomputed": plan.recomputed,
+                "offloaded": plan.offloaded,
                 "sampled": plan.kv_token * tokens + plan.prompt,
             }
             for way in WAYS:
