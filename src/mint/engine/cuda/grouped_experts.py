@@ -42,7 +42,6 @@ from mint.engine.model.mixture_of_experts import MixtureOfExperts, SwiGlu, route
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, MlpWeights, expert_site
 
-
 MAX_TRAINED_TILE_ROWS = 128
 """Rows of a tile in training, where there are enough of them: a tile reads its expert's lora once."""
 
@@ -82,8 +81,8 @@ def trained_tile_rows(pairs: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class StackedLora:
-    """A trained lora of all experts at one site: views of its weights, `a` [N, R, I] and `b` [N, O, R of a part], and of
-    their gradients; the ranks and outputs of each part; one of its matrices, as autograd knows it."""
+    """A trained lora of all experts at one site: views of its weights, `a` [N, R, I] and `b` [N, O, R of a
+    part], and of their gradients; the ranks and outputs of each part; one of its matrices, as autograd knows it."""
 
     a: Tensor
     b: Tensor
@@ -98,7 +97,8 @@ class StackedLora:
 class ExpertsProduct:
     """One product of all experts, with a gradient: frozen matrices [N, O, I], perhaps biases [N, O], and a lora.
 
-    Rows are in the layout of `pairs`, whose tiles the last expert continues to its end, so that all results are defined.
+    Rows are in the layout of `pairs`, whose tiles the last expert continues to its end, so that all results
+    are defined.
     """
 
     matrices: Tensor
@@ -176,8 +176,8 @@ class _Multiply(AutogradFunction):
 
 
 class _Spread(AutogradFunction):
-    """Copies rows [T, E] to the places [T, K] of their pairs, [size, E]; other places are zero. The gradients of a row's
-    pairs are added in one order."""
+    """Copies rows [T, E] to the places [T, K] of their pairs, [size, E]; other places are zero. The gradients
+    of a row's pairs are added in one order."""
 
     @staticmethod
     @override
@@ -198,7 +198,8 @@ class _Spread(AutogradFunction):
 
 
 class _Collect(AutogradFunction):
-    """`residual` [T, E] plus the pairs of each row, at `places` [T, K] of `wide` [M, E], times their routing weights."""
+    """`residual` [T, E] plus the pairs of each row, at `places` [T, K] of `wide` [M, E], times their routing
+    weights."""
 
     @staticmethod
     @override
