@@ -162,10 +162,10 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
 
 def test_a_resume_without_a_folder_is_refused_and_not_a_new_run(tmp_path: Path) -> None:
     with mint.ServiceClient(data_dir=tmp_path / "service") as service:
-        with pytest.raises(InvalidRequestError, match=r"SFTConfig\.run_dir = None: .*--run-dir"):
+        with pytest.raises(InvalidRequestError, match=r"resume = True: needs the folder of the run.*--run-dir"):
             run_sft([Demonstration([5, 6], " 7")], [], SFTConfig(), service_client=service, resume=True)
         grpo = RLConfig(base_model="mint/tiny", steps=0)
-        with pytest.raises(InvalidRequestError, match=r"RLConfig\.run_dir = None: .*--run-dir"):
+        with pytest.raises(InvalidRequestError, match=r"resume = True: needs the folder of the run.*--run-dir"):
             run_grpo(MathAdapter(), grpo, service_client=service, resume=True)
 
 
