@@ -64,6 +64,25 @@ def test_a_request_of_the_public_sdk_is_read_and_written_byte_for_byte() -> None
     assert wire.encode(request, Encoding.PROTO) == SDK_REQUEST
 
 
+def test_a_request_of_many_datums_has_the_bytes_of_one_message() -> None:
+    """Also one that is written in several messages, whose bytes are joined."""
+    targets = np.arange(700)
+    data = [
+        Datum(
+            ModelInput([EncodedTextChunk(targets[: 1 + index].astype(np.int32))]),
+            {"target_tokens": TensorData.from_numpy(targets[: 1 + index]), "weights": TensorData([0.5], "float32")},
+        )
+        for index in range(0, 700, 30)
+    ]
+    content = ForwardBackwardInput(data=data, loss_fn="cross_entropy", loss_fn_config=None)
+    request = ForwardBackwardRequest(model_id="m", seq_id=1, forward_backward_input=content)
+    body = wire.encode(request, Encoding.PROTO)
+    whole = pb.ForwardBackwardRequest.FromString(body)
+    assert [len(datum.model_input[0].encoded_text.tokens) // 4 for datum in whole.data] == list(range(1, 701, 30))
+    assert whole.SerializeToString(deterministic=True) == body
+    assert wire.decode(ForwardBackwardRequest, body, Encoding.PROTO) == request
+
+
 @pytest.mark.parametrize("message", [OUTPUT, SAMPLE], ids=["output", "sample"])
 def test_a_result_with_every_field_survives_protobuf_and_becomes_the_same_json(
     message: ForwardBackwardOutput | SampleResponse,

@@ -54,6 +54,9 @@ _WRITTEN: Mapping[DType, tuple[Any, np.dtype]] = {
 }
 _STOP_REASONS: Mapping[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
+_NUMBERS_AT_ONCE = 4096
+"""A message gets no more datums once the tensors of those that it has hold so many numbers."""
+
 
 # --- forward_backward requests -----------------------------------------------------------------------------------
 
@@ -83,8 +86,10 @@ def read_request(body: bytes) -> ForwardBackwardRequest:
 def write_request(request: ForwardBackwardRequest) -> bytes:
     """`read_request` gives the request back; equal requests give equal bytes.
 
-    Messages that are joined as bytes are one message with the fields of all. So each datum is a message of its own:
-    one message with all of them would take twice the time, most of it for the growth of its buffer.
+    Messages that are joined as bytes are one message with the fields of all. So a few datums at a time are a message
+    of their own: for a message with very many of them, most of the time would go into the growth of its buffer.
+    A message for each datum would free many blocks of memory, and at every 10,000th protobuf calls `malloc_trim`,
+    after which the system must commit the free memory of the process anew.
     """
     content = request.forward_backward_input
     try:
@@ -98,8 +103,13 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
         else:
             tail.loss_fn_config[key] = tail.loss_fn_config_v2[key].number = value
     parts = [_serialise(head)]
+    part = pb.ForwardBackwardRequest()
+    numbers = 0
     for index, datum in enumerate(content.data):
-        part = pb.ForwardBackwardRequest()
+        if numbers >= _NUMBERS_AT_ONCE:
+            parts.append(_serialise(part))
+            part = pb.ForwardBackwardRequest()
+            numbers = 0
         written = part.data.add()
         for chunk in datum.model_input.chunks:
             ids = chunk.ids if chunk.ids.dtype == np.int32 else _int32(chunk.ids, f"data[{index}].model_input")
@@ -107,10 +117,10 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
         inputs = written.loss_fn_inputs
         for key, tensor in datum.loss_fn_inputs.items():
             _write_tensor(inputs[key], tensor, f"data[{index}].loss_fn_inputs.{key}")
+            numbers += len(tensor.values)
         _write_spans(written.model_input_spans, datum.model_input_spans or ())
         _write_spans(written.loss_fn_input_spans, datum.loss_fn_input_spans or ())
-        parts.append(_serialise(part))
-    return b"".join([*parts, _serialise(tail)])
+    return b"".join([*parts, _serialise(part), _serialise(tail)])
 
 
 def _read_datum(datum: pb.Datum, where: str) -> Datum:
