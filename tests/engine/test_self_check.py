@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 from planted_paths import PLANTS
 
-from mint.engine.cuda.fast_paths import EXPERTS, OPTIMIZER, Shapes
+from mint.engine.cuda.fast_paths import EXPERTS, OPTIMIZER, Shapes, paths
+from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora
 from mint.engine.cuda.self_check import FastPath, PathSource, check_paths, judge, rounding_limit
 
 
@@ -28,6 +32,35 @@ def test_torch_s_fused_optimizer_and_grouped_products_pass_the_check() -> None:
     shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (OPTIMIZER, EXPERTS))
     verdicts = check_paths(shapes.source, is_timed=False)
     assert [(verdict.name, verdict.fault) for verdict in verdicts] == [(EXPERTS, None), (OPTIMIZER, None)]
+
+
+def _without_up(lora: StackedLora) -> StackedLora:
+    return replace(lora, parts=lora.parts[:1])
+
+
+def _without_a(lora: StackedLora) -> StackedLora:
+    return replace(lora, a=torch.zeros_like(lora.a))
+
+
+@pytest.mark.parametrize("plant", [_without_up, _without_a])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_gradient_of_grouped_experts_is_found(
+    plant: Callable[[StackedLora], StackedLora], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient = ExpertsProduct.gradient
+
+    def planted(self: ExpertsProduct, grad: torch.Tensor, x: torch.Tensor, *, for_input: bool) -> torch.Tensor | None:
+        own = self if self.lora is None else replace(self, lora=plant(self.lora))
+        return gradient(own, grad, x, for_input=for_input)
+
+    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, dtype, "cpu", (EXPERTS,), experts=6, experts_of_row=2)
+    found = []
+    for is_planted in (False, True):
+        if is_planted:
+            monkeypatch.setattr(ExpertsProduct, "gradient", planted)
+        verdicts = {path.case: judge(path, is_timed=False).fault for path in paths(asdict(shapes))}
+        found.append([case for case, fault in verdicts.items() if fault])
+    assert found == [[], [f"{rows} rows with a gradient" for rows in (1, 63, 65)]]
 
 
 def _products(terms: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, StepKernels
-from mint.engine.cuda.grouped_experts import tile_pairs
+from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora, tile_pairs, trained_tile_rows
 from mint.engine.cuda.guarded_memory import GuardedMemory
 from mint.engine.cuda.invariant_operations import InvariantPackedAttention, RowKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
@@ -73,6 +73,9 @@ ATTENTION_ROUNDINGS = 6
 
 LAYER_ROUNDINGS = 4
 """Gate, up, the activated gate, and their product."""
+
+TRAINED_ROUNDINGS = 2
+"""Of a product's result, or of the gradient before and after the product with it."""
 
 OPTIMIZER_ERROR = 1e-5
 """Two steps of AdamW are some 40 float32 operations on each number, of 2^-23 each in two ways."""
@@ -526,6 +529,64 @@ def _experts(shapes: Shapes) -> Iterator[FastPath]:
 
         limit = rounding_limit(dtype, terms=shapes.hidden)
         yield FastPath(EXPERTS, f"{count} rows", grouped, looped, limit)
+        ways = partial(_trained_together, shapes, weight, chosen), partial(_trained_one_by_one, shapes, weight, chosen)
+        terms = shapes.hidden + 2 * shapes.expert_inner + chosen.numel()
+        limit = rounding_limit(dtype, terms=terms, roundings=TRAINED_ROUNDINGS)
+        yield FastPath(EXPERTS, f"{count} rows with a gradient", *ways, limit)
+
+
+def _expert_lora(shapes: Shapes) -> tuple[Tensor, Tensor]:
+    """A lora on the gate and up of all experts: A [N, 2R, E] and B [N, 2I, R]."""
+    a = _random(shapes, shapes.experts, 2 * RANK, shapes.hidden, seed=4) / math.sqrt(shapes.hidden)
+    return a, _random(shapes, shapes.experts, 2 * shapes.expert_inner, RANK, seed=5)
+
+
+def _lora_parts(shapes: Shapes) -> list[tuple[slice, slice]]:
+    """Ranks and outputs of gate and of up."""
+    inner = shapes.expert_inner
+    return [(slice(RANK), slice(inner)), (slice(RANK, 2 * RANK), slice(inner, 2 * inner))]
+
+
+def _trained_together(shapes: Shapes, weight: Tensor, chosen: Tensor) -> list[Tensor]:
+    """The product [T, K, 2I] of the rows' experts, and the gradients of the rows, A and B, by grouped products."""
+    rows, width = trained_tile_rows(chosen.numel(), shapes.experts), weight.shape[1]
+    pairs = tile_pairs(chosen, shapes.experts, rows)
+    pairs.ends[-1:] = len(pairs.experts)  # as in a pass: the last expert takes the tiles of nobody
+    experts = pairs.experts[::rows].long()
+    a, b = _expert_lora(shapes)
+    gradients = torch.zeros_like(a), torch.zeros_like(b)
+    lora = StackedLora(a, b, *gradients, _lora_parts(shapes), 1 / RANK, a)
+    product = ExpertsProduct(weight, None, lora, pairs.ends, experts.masked_fill(experts < 0, shapes.experts - 1))
+    x, grad = (
+        _random(shapes, len(chosen), columns, seed=seed).repeat_interleave(chosen.shape[1], dim=0)
+        for columns, seed in ((shapes.hidden, 2), (width, 6))
+    )
+    wide, wide_grad = (
+        own.new_zeros(len(pairs.experts), own.shape[1]).index_copy_(0, pairs.places.reshape(-1), own)
+        for own in (x, grad)
+    )
+    of_rows = product.gradient(wide_grad, wide, for_input=True)
+    found = [product.product(wide)[pairs.places], *gradients]
+    return found if of_rows is None else [*found, of_rows[pairs.places]]
+
+
+def _trained_one_by_one(shapes: Shapes, weight: Tensor, chosen: Tensor) -> list[Tensor]:
+    """`_trained_together`, expert after expert, with torch's own gradients."""
+    a, b = (own.requires_grad_() for own in _expert_lora(shapes))
+    x, grad = (
+        _random(shapes, len(chosen), columns, seed=seed)[:, None].repeat(1, chosen.shape[1], 1)
+        for columns, seed in ((shapes.hidden, 2), (weight.shape[1], 6))
+    )
+    x.requires_grad_()
+    out = x.new_zeros(*chosen.shape, weight.shape[1])
+    for expert in range(shapes.experts):
+        own = chosen == expert
+        product = F.linear(x[own].to(weight.dtype), weight[expert]).float()
+        down = F.linear(x[own], a[expert])
+        parts = [F.linear(down[:, columns], b[expert, rows]) for columns, rows in _lora_parts(shapes)]
+        out = out.masked_scatter(own[:, :, None], product + torch.cat(parts, 1) / RANK)
+    gradients = torch.autograd.grad(out, (a, b, x), grad)
+    return [out.detach(), *gradients]
 
 
 def _optimizer(shapes: Shapes) -> Iterator[FastPath]:
