@@ -273,6 +273,6 @@ def test_the_settings_are_exactly_these() -> None:
         "dtype", "home", "instructions", "judge_api_key", "kv_cache_mib", "lora_cache_mib",
         "micro_batch_rows", "model_memory_mib", "models", "native", "offload_activations", "project_id", "quantize",
         "recompute",
-        "sampler", "sampler_api_key", "sampler_folder", "samplers", "shard_base", "tags", "threads", "trainers",
-        "unnamed_samplers",
+        "sampler", "sampler_api_key", "sampler_folder", "samplers", "shard_base", "tags", "tensor_parallel",
+        "threads", "trainers", "unnamed_samplers",
     ]  # fmt: skip

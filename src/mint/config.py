@@ -22,6 +22,7 @@
 | `MINT_TRAINERS` | how many processes train; results do not depend on it | `2` |
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_SHARD_BASE` | with a cluster: processes that train divide the layers of the base; same results | off |
+| `MINT_TENSOR_PARALLEL` | layers are cut into fixed chunks, which 1, 2, 4 or 8 processes that train divide | uncut |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
 | `MINT_SAMPLER` | what samples, separated by commas: `vllm=http://HOST:PORT`, or `workers` that join | none |
 | `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
@@ -50,6 +51,7 @@
 | `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
 | `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS`, `MINT_SERVE_SAMPLERS` | as the variables without `SERVE` | those |
 | `MINT_SERVE_SHARD_BASE` | as `MINT_SHARD_BASE` | that |
+| `MINT_SERVE_TENSOR_PARALLEL` | as `MINT_TENSOR_PARALLEL` | that |
 | `MINT_SERVE_SAMPLER`, `MINT_SERVE_SAMPLER_FOLDER` | as the variables without `SERVE` | those |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
@@ -115,6 +117,15 @@ def _samplers(text: str) -> str:
     return text
 
 
+def _tensor_parallel(count: int) -> int:
+    if count not in (1, 2, 4, 8):
+        raise ValueError("is not 1, 2, 4 or 8: layers are cut into as many chunks at most")
+    return count
+
+
+TensorParallel = Annotated[int, AfterValidator(_tensor_parallel)]
+"""How many processes compute each layer together."""
+
 Samplers = Annotated[str, AfterValidator(_samplers)]
 """Model servers that sample, separated by commas; `workers`: those that join."""
 
@@ -149,6 +160,7 @@ class Settings(BaseSettings):
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)
     shard_base: bool = False
+    tensor_parallel: TensorParallel | None = None
     collective_timeout_s: float = Field(30.0, gt=0)
     sampler: Samplers = ""
     sampler_folder: Path | None = None
@@ -265,6 +277,7 @@ class ServeSettings(BaseSettings):
     trainers: int | None = Field(None, ge=1, le=64)
     samplers: int | None = Field(None, ge=0, le=64)
     shard_base: bool | None = None
+    tensor_parallel: TensorParallel | None = None
     sampler: Samplers | None = None
     sampler_folder: Path | None = None
     log_format: Literal["console", "json"] = "console"
@@ -299,7 +312,7 @@ class ServeSettings(BaseSettings):
 
     def with_cluster(self, base: Settings) -> Settings:
         """`base` with the cluster and the samplers that these settings ask for, if they do."""
-        names = ("cluster", "trainers", "samplers", "shard_base", "sampler", "sampler_folder")
+        names = ("cluster", "trainers", "samplers", "shard_base", "tensor_parallel", "sampler", "sampler_folder")
         given = {name: getattr(self, name) for name in names}
         return base.model_copy(update={name: value for name, value in given.items() if value is not None})
 

@@ -18,20 +18,29 @@ ROWS = 64
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 8
 
 
-def torch_engine(*, dtype: Any = "float32") -> TorchEngine:
+def torch_engine(*, dtype: Any = "float32", chunked: bool = False) -> TorchEngine:
     """An engine of one process."""
-    return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS)
+    return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS, chunked=chunked)
 
 
 def cluster(
-    trainers: int, *, samplers: int = 0, dtype: Any = "float32", rank_dtype: Any = None, place: Place = HERE
+    trainers: int,
+    *,
+    samplers: int = 0,
+    dtype: Any = "float32",
+    rank_dtype: Any = None,
+    place: Place = HERE,
+    tensor_parallel: int | None = None,
 ) -> ClusterEngine:
     """`trainers` ranks and `samplers` replicas, beside this process. `rank_dtype` is another one for all of them."""
+    chunked = tensor_parallel is not None
 
     def open_rank(peers: Peers) -> TorchEngine:  # sent by value: ranks cannot import this module
-        return TorchEngine(dtype=rank_dtype or dtype, threads=1, device="cpu", micro_batch_rows=ROWS, peers=peers)
+        given = {"dtype": rank_dtype or dtype, "micro_batch_rows": ROWS, "chunked": chunked}
+        return TorchEngine(threads=1, device="cpu", peers=peers, **given)
 
-    return ClusterEngine(torch_engine(dtype=dtype), open_rank, trainers, samplers=samplers, place=place)
+    own = torch_engine(dtype=dtype, chunked=chunked)
+    return ClusterEngine(own, open_rank, trainers, samplers=samplers, place=place, tensor_parallel=tensor_parallel)
 
 
 def open_model(engine: Engine, folder: Path) -> None:

@@ -16,7 +16,7 @@ from mint.config import prepare_ray
 
 prepare_ray()  # before a test module imports ray
 
-PROCESSES = 3
+PROCESSES = 4
 
 OnRanks = Callable[..., list[Any]]
 

@@ -50,10 +50,11 @@ def join_of(values: Sequence[np.ndarray], costs: Sequence[int]) -> np.ndarray:
 
 
 def engine_with(
-    peers: Peers, folder: Path, *, rows: int = ROWS, dtype: Any = "float32", native: Path | None = None
+    peers: Peers, folder: Path, *, rows: int = ROWS, dtype: Any = "float32", native: Path | None = None, **options: Any
 ) -> TorchEngine:
     """An engine with base `base` and model `m`, whose passes run with `peers`."""
-    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=rows, peers=peers, native=native)
+    given = {"dtype": dtype, "micro_batch_rows": rows, "native": native, **options}
+    engine = TorchEngine(threads=1, device="cpu", peers=peers, **given)
     engine.load_base("base", str(folder))
     engine.create_model("m", "base", LORA)
     return engine
@@ -75,9 +76,10 @@ def train_steps(
 
 
 def train_on_ranks(
-    folder: Path, *arguments: Any, shards: bool = False, **options: Any
+    folder: Path, *arguments: Any, shards: bool = False, tensor_parallel: int | None = None, **options: Any
 ) -> tuple[list[str], list[PassResult], ModelState]:
-    return train_steps(engine_with(Ranks(shards=shards), folder, **options), *arguments)
+    peers = Ranks(shards=shards, tensor_parallel=tensor_parallel)
+    return train_steps(engine_with(peers, folder, **options), *arguments)
 
 
 def train_while(folder: Path, rank: int, error: Exception) -> tuple[MicroBatching | None, str, str]:

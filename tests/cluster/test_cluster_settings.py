@@ -24,6 +24,10 @@ def test_flags_of_the_server_come_before_the_variables_of_all_commands(monkeypat
     assert read_serve_settings({"trainers": 4}).with_cluster(base).trainers == 4
     assert read_serve_settings({"samplers": 0}).with_cluster(base).samplers == 0
     assert not base.shard_base and read_serve_settings({"shard_base": True}).with_cluster(base).shard_base
+    assert base.tensor_parallel is None
+    assert read_serve_settings({"tensor_parallel": 4}).with_cluster(base).tensor_parallel == 4
+    with pytest.raises(InvalidRequestError, match="1, 2, 4 or 8"):
+        read_serve_settings({"tensor_parallel": 3})
     with pytest.raises(InvalidRequestError, match="--cluster"):
         read_serve_settings({"cluster": "elsewhere"})
 

@@ -423,10 +423,7 @@ def _plan_gpus(
         ("gradient", f"{_mib(2 * planned.gradient)} sent and received by each rank and step" if shared else "stays"),
     ]
     print_pairs([(name, Text(value)) for name, value in rows])
-    Console().print(
-        "A prediction from data sheets; no such GPU was measured. Clusters of this version run on CPUs, "
-        "and the base is not sharded."
-    )
+    Console().print("A prediction from data sheets; no such GPU was measured. Clusters of this version run on CPUs.")
 
 
 def _mib(size: int) -> str:

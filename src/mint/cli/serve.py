@@ -66,6 +66,10 @@ def serve(
         bool | None,
         typer.Option(help="with --cluster: those that train divide the layers of the base; each needs less memory"),
     ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(help="cut layers into fixed chunks, which 1, 2, 4 or 8 of those that train compute together"),
+    ] = None,
     sampler: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,6 +102,7 @@ def serve(
         "trainers": trainers,
         "samplers": samplers,
         "shard_base": shard_base,
+        "tensor_parallel": tensor_parallel,
         "sampler": ",".join(sampler or ()) or None,
         "sampler_folder": sampler_folder,
     }

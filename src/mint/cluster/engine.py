@@ -57,6 +57,7 @@ DECIDES_BITS = (
     "quantization",
     "threads",
     "micro_batch_rows",
+    "tensor_chunks",
 )
 """The settings of a base that must be equal on all ranks."""
 
@@ -82,13 +83,28 @@ class ClusterEngine:
         place: Place = HERE,
         deadline_s: float = DEADLINE_S,
         shards: bool = False,
+        tensor_parallel: int | None = None,
     ) -> None:
         """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
 
         `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
         the first sample, at `place`. All ranks start again if one waits for others for `deadline_s`, and none takes a
-        step meanwhile. With `shards`, each rank holds a part of the base's layers instead of all.
+        step meanwhile. With `shards`, each rank holds a part of the base's layers instead of all. With
+        `tensor_parallel`, so many ranks have one copy of the base together, and compute each layer together; `own` cuts
+        its layers as they do.
+
+        Raises:
+            InvalidRequestError: `tensor_parallel` does not divide `trainers`, or is given with `shards`.
         """
+        self._tensor_parallel = tensor_parallel
+        self._require_divisor(trainers)
+        if shards and tensor_parallel is not None:
+            raise InvalidRequestError(
+                "divides the base already; the ranks cannot divide it twice",
+                field="tensor_parallel",
+                value=tensor_parallel,
+                remedy="Leave out --shard-base or --tensor-parallel",
+            )
         self._own = own
         self._place = place
         self._open_engine = open_engine
@@ -110,7 +126,8 @@ class ClusterEngine:
     @property
     def cluster_state(self) -> dict[str, Any]:
         """The number of `trainers`, how many of them are `running` (none before the first model), how often some were
-        `lost`, the processes of the `ranks`, and whether they divide the base (`sharded`); with replicas, also what
+        `lost`, the processes of the `ranks`, whether they divide the base (`sharded`), how many compute each layer
+        together (`tensor_parallel`; None: each alone, in one piece); with replicas, also what
         `Replicas.state` has. Any thread may ask."""
         ranks = self.processes
         own = {
@@ -119,6 +136,7 @@ class ClusterEngine:
             "lost": self._losses,
             "ranks": ranks,
             "sharded": self._shards,
+            "tensor_parallel": self._tensor_parallel,
         }
         return own | self._sampling.state
 
@@ -129,8 +147,10 @@ class ClusterEngine:
         not wanted any more gets no further jobs, and ends after those that it has. Any thread may call.
 
         Raises:
-            InvalidRequestError: this process samples, not replicas.
+            InvalidRequestError: this process samples, not replicas; or the ranks do not divide as they must.
         """
+        if trainers is not None:
+            self._require_divisor(trainers)
         if samplers is not None:
             if not isinstance(self._sampling, Replicas):
                 raise InvalidRequestError(
@@ -315,6 +335,21 @@ class ClusterEngine:
             self._require_same(f"rank {rank}", info)
         self._bases.add(base)
 
+    def _require_divisor(self, trainers: int) -> None:
+        """Checks that so many ranks can be divided in groups that compute each layer together.
+
+        Raises:
+            InvalidRequestError: they cannot.
+        """
+        size = self._tensor_parallel or 1
+        if trainers % size:
+            raise InvalidRequestError(
+                f"is no multiple of the {size} ranks that compute each layer together",
+                field="trainers",
+                value=trainers,
+                remedy="Give a multiple of --tensor-parallel",
+            )
+
     def _require_same(self, process: str, info: BaseInfo) -> None:
         """Checks that a base has in another process the settings that it has here.
 
@@ -368,7 +403,14 @@ class ClusterEngine:
         return self._new_group(wanted)
 
     def _new_group(self, wanted: int) -> RankGroup:
-        return RankGroup(self._open_engine, wanted, place=self._place, deadline_s=self._deadline_s, shards=self._shards)
+        return RankGroup(
+            self._open_engine,
+            wanted,
+            place=self._place,
+            deadline_s=self._deadline_s,
+            shards=self._shards,
+            tensor_parallel=self._tensor_parallel,
+        )
 
     def _guard(self, call: Any) -> Any:
         try:

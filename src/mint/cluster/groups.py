@@ -60,9 +60,12 @@ class RankGroup:
         silence_s: float = SILENCE_S,
         deadline_s: float = DEADLINE_S,
         shards: bool = False,
+        tensor_parallel: int | None = None,
     ) -> None:
         """Starts `world` ranks, or fewer if there is no room for so many; returns when all have joined. Starts Ray
-        first, if it does not run. With `shards`, they divide the layers of base models.
+        first, if it does not run. With `shards`, they divide the layers of base models. With
+        `tensor_parallel`, so many neighbours divide each layer, and compute it together: their number divides that of
+        the ranks, also if there are fewer than wanted.
 
         Raises:
             RankLostError: a rank has died as it started, or there is no room for one.
@@ -75,7 +78,7 @@ class RankGroup:
         self._ranks: list[Any] = []
         try:
             start_ray(place)
-            self._placement = _place(place, world)
+            self._placement = _place(place, world, tensor_parallel or 1)
         except RayStartError as error:
             raise RankLostError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
@@ -83,7 +86,7 @@ class RankGroup:
         # A thread gives signs of life, beside the one that works.
         remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
         actor = remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement))
-        self._ranks = [actor.remote(open_engine, shards=shards) for _ in range(world)]
+        self._ranks = [actor.remote(open_engine, shards=shards, tensor_parallel=tensor_parallel) for _ in range(world)]
         try:
             if place.is_local:
                 meeting = f"file://{self._folder / 'store'}"
@@ -167,8 +170,8 @@ class RankGroup:
         raise RankLostError(reason) from error
 
 
-def _place(place: Place, world: int) -> Any:
-    """A placement group for `world` ranks, or for as many as there is room for.
+def _place(place: Place, world: int, step: int) -> Any:
+    """A placement group for `world` ranks, or for as many as there is room for, in multiples of `step`.
 
     Raises:
         RankLostError: there is no room for one.
@@ -178,8 +181,9 @@ def _place(place: Place, world: int) -> Any:
         if placement.wait(PLACE_TIMEOUT_S):
             return placement
         remove_placement_group(placement)
-        fewer = min(world - 1, place.free(RANK))
+        fewer = min(world - 1, place.free(RANK)) // step * step
         if fewer < 1:
-            raise RankLostError(f"Ray has no {place.takes(RANK)} free for a rank")
+            needed = "a rank" if step == 1 else f"{step} ranks, which divide each layer"
+            raise RankLostError(f"Ray has no {place.takes(RANK)} free for {needed}")
         log.warning("there is no room for %d ranks, so %d train together; the results are the same", world, fewer)
         world = fewer

@@ -33,12 +33,14 @@ Work = Callable[[Engine], Any]
 class Rank:
     """A rank, in a process of its own."""
 
-    def __init__(self, open_engine: OpenEngine, *, shards: bool) -> None:
-        """With `shards`, the ranks divide the layers of base models."""
+    def __init__(self, open_engine: OpenEngine, *, shards: bool, tensor_parallel: int | None) -> None:
+        """With `shards`, the ranks divide the layers of base models. With `tensor_parallel`, so many neighbours divide
+        each layer, and compute it together."""
         self._open_engine = open_engine
         self._engine: Engine | None = None
         self._progress = Progress()
         self._shards = shards
+        self._tensor_parallel = tensor_parallel
 
     def meeting(self) -> str:
         """Where all ranks of a group on several machines meet: an address of this process."""
@@ -52,7 +54,8 @@ class Rank:
             if interface is not None:
                 use_interface(interface)
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-            self._engine = self._open_engine(Ranks(self._progress, shards=self._shards))
+            peers = Ranks(self._progress, shards=self._shards, tensor_parallel=self._tensor_parallel)
+            self._engine = self._open_engine(peers)
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
             return Answer(error=portable(error))

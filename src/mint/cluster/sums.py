@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,37 +21,52 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mint.cluster.collectives.chunk_ranks import ChunkGroup, RankChunks
 from mint.cluster.collectives.layer_edges import CountedLayers
 from mint.cluster.collectives.progress import Progress
 from mint.cluster.collectives.sharding import ShardedLayers
 from mint.cluster.ranges import divide
 from mint.engine.model.weights import LayerSource
+from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.division import ALONE, Division, PassOutcome
 from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
+from mint.errors import InvalidRequestError
 
 
 class Ranks:
     """`Peers` over the default process group, which is a gloo group; tensors are in the memory of the CPU."""
 
-    def __init__(self, progress: Progress | None = None, *, shards: bool = False) -> None:
-        """`progress` counts what this rank does. With `shards`, the ranks divide the matrices of layers."""
+    def __init__(
+        self, progress: Progress | None = None, *, shards: bool = False, tensor_parallel: int | None = None
+    ) -> None:
+        """`progress` counts what this rank does. With `shards`, the ranks divide the matrices of layers. With
+        `tensor_parallel`, so many neighbours divide the chunks of layers, and run the same micro-batches; their number
+        divides that of all ranks."""
         self._progress = Progress() if progress is None else progress
         self._shards = shards
+        self._copies = _Copies.alone()
+        self._chunk_group: ChunkGroup | None = None
+        if tensor_parallel is not None and tensor_parallel > 1:
+            self._copies, neighbours = _new_groups(tensor_parallel)
+            self._chunk_group = ChunkGroup(neighbours, self._progress)
         self._rounds = 0  # of this pass that are left
         self._gathered: ShardedLayers | None = None
         self._with_gradient = False
 
     def divide(self, costs: Sequence[int]) -> Division:
         """Divides micro-batches of these costs in contiguous ranges."""
-        if dist.get_world_size() == 1:
+        copies = self._copies
+        if copies.count == 1:
             return ALONE.divide(costs)
-        return _DividedPass(divide(costs, dist.get_world_size()), dist.get_rank(), self._progress)
+        return _DividedPass(divide(costs, copies.count), copies.own, self._progress, copies.group)
 
     def worst(self, own: PassOutcome) -> PassOutcome:
         """The worst outcome of all ranks."""
         while self._rounds > 0:  # others compute more micro-batches, or this rank has failed
             with self.micro_batch():
                 pass
+        if self._chunk_group is not None:
+            own = self._chunk_group.worst(own)
         worst = torch.tensor(int(own))
         with self._progress.waiting():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -78,12 +94,60 @@ class Ranks:
             return CountedLayers(self._progress)
         return ShardedLayers(world, self._progress)
 
+    def chunks(self, count: int) -> Chunks:
+        """Divides chunks among the neighbours.
+
+        Raises:
+            InvalidRequestError: there are fewer chunks than ranks that divide them.
+        """
+        if self._chunk_group is None:
+            return LocalChunks(count)
+        if self._chunk_group.world > count:
+            raise InvalidRequestError(
+                f"cannot divide this base model, whose layers are cut into {count} chunks",
+                field="tensor_parallel",
+                value=self._chunk_group.world,
+                remedy=f"Give {count} or less, or let the ranks divide the base with --shard-base",
+            )
+        return RankChunks(self._chunk_group, count)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """The copies of the base among the ranks, which divide the micro-batches of a pass: this rank is of the copy `own`.
+    In `group` is one rank of each; None: all ranks."""
+
+    own: int
+    count: int
+    group: Any = None
+
+    @classmethod
+    def alone(cls) -> _Copies:
+        """Each rank has a copy, or what stands for one."""
+        return cls(dist.get_rank(), dist.get_world_size())
+
+
+def _new_groups(size: int) -> tuple[_Copies, Any]:
+    """The copies if `size` neighbours have one together, and the group of the neighbours of this rank. All ranks call
+    it, because all take part in making each group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world % size:
+        raise InvalidRequestError(
+            f"does not divide the {world} ranks", field="tensor_parallel", value=size, remedy="Give a divisor of them"
+        )
+    if size == world:
+        return _Copies(0, 1), None
+    neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    peers = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+    return _Copies(rank // size, world // size, peers[rank % size]), neighbours[rank // size]
+
 
 @dataclass(frozen=True)
 class _DividedPass:
     ranges: Sequence[range]
     rank: int
     progress: Progress
+    group: Any = None
     is_shared: bool = True
 
     @property
@@ -107,12 +171,13 @@ class _DividedPass:
                 sent,
                 [length * len(of_rank) for of_rank in nodes],
                 [length * len(mine)] * world,
+                group=self.group,
             )
         slices = dict(zip((node for of_rank in nodes for node in of_rank), received.split(length), strict=True))
         whole = torch.empty(length * world)
         joined = whole_sum(count, slices).contiguous()
         with self.progress.waiting():
-            dist.all_gather_into_tensor(whole, joined)
+            dist.all_gather_into_tensor(whole, joined, group=self.group)
         return whole[:size]
 
     def join(self, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -121,6 +186,6 @@ class _DividedPass:
         own = pad(torch.from_numpy(values), (0, longest - len(values)))
         gathered = torch.empty(longest * len(counts), dtype=torch.float64)
         with self.progress.waiting():
-            dist.all_gather_into_tensor(gathered, own)
+            dist.all_gather_into_tensor(gathered, own, group=self.group)
         parts = gathered.split(longest) if longest else [gathered] * len(counts)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).numpy()

@@ -68,6 +68,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         place=Place(settings.cluster, cpus=settings.threads),
         deadline_s=settings.collective_timeout_s,
         shards=settings.shard_base,
+        tensor_parallel=settings.tensor_parallel,
     )
 
 

@@ -19,7 +19,7 @@ from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.memory.machine_memory import keep_freed_memory, memory_bytes
 from mint.engine.protocol import Engine
-from mint.errors import MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
 from mint.server.limits import ServerLimits, default_waiting_bytes
 
@@ -82,6 +82,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         kernels = (settings.native, settings.instructions)
         cluster = (settings.cluster, settings.trainers, settings.samplers, settings.shard_base)
+        cluster = (*cluster, settings.tensor_parallel)
         samplers = (settings.sampler, settings.sampler_folder)
         own = _engine_settings(settings).items()
         key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *samplers, *own)
@@ -119,6 +120,13 @@ def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: E
 def _trainer(settings: Settings, on_lost: Callable[[str], None]) -> Engine:
     if settings.cluster is not None:
         return cluster_engine(settings, torch_engine)
+    if settings.tensor_parallel is not None and settings.tensor_parallel > 1:
+        raise InvalidRequestError(
+            "processes can compute each layer together in a cluster alone",
+            field="MINT_TENSOR_PARALLEL",
+            value=settings.tensor_parallel,
+            remedy="Set MINT_CLUSTER=local (--cluster local); or give 1, which has the same bits",
+        )
     own = torch_engine(settings)
     return guarded(own, on_lost) if own.uses_gpu else own  # a CPU cannot be lost
 
@@ -171,6 +179,7 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "offload_activations": settings.offload_activations,
         "batch_invariant": settings.batch_invariant,
         "micro_batch_rows": settings.micro_batch_rows,
+        "chunked": None if settings.tensor_parallel is None else True,
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -68,6 +68,11 @@ class LoraWeights:
         self.sites = self._cut(self.flat)
 
     @property
+    def layout(self) -> Sequence[Site]:
+        """The trained sites, in the order of storage."""
+        return self._sites
+
+    @property
     def module_names(self) -> list[str]:
         """The trained layers, as PEFT names them."""
         return [module for site in self._sites for module in site.modules]

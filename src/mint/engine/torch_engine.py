@@ -89,6 +89,7 @@ class TorchEngine:
         batch_invariant: bool = False,
         implementation: Literal["mint", "transformers"] | None = None,
         quantize: Quantization | None = None,
+        chunked: bool = False,
         peers: Peers = ALONE,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
@@ -105,10 +106,13 @@ class TorchEngine:
         operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. With `batch_invariant` a sampled
         row on a GPU has the same bits in any batch, as it has on a CPU. `implementation` is what computes base models:
         by default mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the
-        frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone. `peers` are the
-        processes that run each pass together; all get the same calls that train.
+        frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone. With
+        `chunked` the layers of base models are cut into fixed chunks, which `peers` may divide: other last bits, the
+        same for every number of processes. `peers` are the processes that run each pass together; all get the same
+        calls that train.
 
         Raises:
+            InvalidRequestError: `chunked` on a GPU, or with `quantize`.
             MissingExtraError: native kernels are required and cannot be compiled.
         """
         self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant)
@@ -120,6 +124,14 @@ class TorchEngine:
         self._micro_batch_rows = micro_batch_rows
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
+        self._chunked = chunked
+        if chunked and (self.uses_gpu or quantize is not None):
+            raise InvalidRequestError(
+                "cuts layers of float32 or bfloat16 into chunks, on a CPU",
+                field="tensor_parallel",
+                value="a GPU" if self.uses_gpu else f"MINT_QUANTIZE={quantize}",
+                remedy="Leave it out; or unset MINT_QUANTIZE, and set CUDA_VISIBLE_DEVICES= on a machine with a GPU",
+            )
         self._peers = peers
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, _TrainedModel] = {}
@@ -342,7 +354,14 @@ class TorchEngine:
                     caches=self._caches,
                     quantization=self._quantize,
                     layer_source=self._peers.layer_source(),
+                    chunks=self._peers.chunks if self._chunked else None,
                 )
+        if self._chunked:
+            raise InvalidRequestError(
+                f"cuts the layers of mint's own decoder, and transformers computes {name}",
+                field="tensor_parallel",
+                remedy="Leave it out, or choose a family of docs/models.md",
+            )
         if self._quantize is not None:
             raise InvalidRequestError(
                 f"quantizes what mint's own decoder computes, and transformers computes {name}",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
 from mint.engine.bases.cache_sizes import CacheSizes
+from mint.engine.chunked.chunk_loras import ChunkedLoras
+from mint.engine.chunked.chunk_shapes import chunk_count
+from mint.engine.chunked.chunked_decoder import ChunkedDecoder
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
 from mint.engine.memory.activation_offload import offloaded
@@ -20,6 +23,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.weights import LayerSource
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.quantized.number_formats import Quantization
+from mint.engine.reductions.chunk_sums import Chunks
 from mint.engine.sampling.kv_cache import KVCache, fitting_bytes
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
@@ -49,8 +53,10 @@ class DecoderBase(BaseModel):
         caches: CacheSizes,
         quantization: Quantization | None,
         layer_source: LayerSource | None = None,
+        chunks: Callable[[int], Chunks] | None = None,
     ) -> None:
-        """Reads the weights; the caches are made at the first sample.
+        """Reads the weights; the caches are made at the first sample. If given, `chunks` divides the layers, which are
+        cut into that many chunks.
 
         Raises:
             InvalidRequestError: the folder lacks or adds tensors, or the batch-invariant mode is not for this model.
@@ -60,7 +66,12 @@ class DecoderBase(BaseModel):
         device.require_batch_invariance(name, config, quantized=quantization is not None)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
-        self._decoder = Decoder(config, tensors, operations, quantization, offloaded if offload else None, layer_source)
+        saving = offloaded if offload else None
+        divided = None if chunks is None else chunks(chunk_count(config))
+        if divided is None:
+            self._decoder = Decoder(config, tensors, operations, quantization, saving, layer_source)
+        else:
+            self._decoder = ChunkedDecoder(config, tensors, operations, divided, saving, layer_source)
         self._device = device
         budget = activation_budget(
             operations,
@@ -92,6 +103,7 @@ class DecoderBase(BaseModel):
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": quantization,
+            "tensor_chunks": None if divided is None else divided.count,
             "unembedding_dtype": "float32",
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
@@ -114,7 +126,11 @@ class DecoderBase(BaseModel):
         return Sampler(self._decoder, self._memory)
 
     def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
-        return self._decoder.loras.kept_bytes(self.sites(lora), with_gradient=with_gradient)
+        sites, loras = self.sites(lora), self._decoder.loras
+        parts = 0
+        if isinstance(loras, ChunkedLoras):
+            parts = loras.part_bytes(sites, lora.rank, with_gradient=with_gradient)
+        return parts + loras.kept_bytes(sites, with_gradient=with_gradient)
 
     def forget(self, lora: LoraWeights) -> None:
         self._decoder.loras.forget(lora)

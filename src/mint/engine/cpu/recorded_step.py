@@ -63,7 +63,8 @@ class NativeSteps:
         sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
         net = decoder.config.delta_net
         self._all_native = (
-            (net is None or NativeDeltaRule.fit(net))
+            decoder.runs_kernels_alone
+            and (net is None or NativeDeltaRule.fit(net))
             and all(isinstance(matrix, PanelMatrix | QuantizedPanels) for matrix in sites)
             and all(
                 isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively

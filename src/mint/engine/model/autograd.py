@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,13 @@ class _NoContext:
 def backward(x: Tensor, gradient: Tensor) -> None:
     """`x.backward(gradient)`. Torch would import sympy to check the shapes: 0.4 s of the first step."""
     cast(Tensor, _GivenGradient.apply(x, gradient)).backward()
+
+
+def backward_of_all(results: Sequence[Tensor], gradient: Tensor) -> None:
+    """`backward` of some results that have one shape and one gradient."""
+    losses = [cast(Tensor, _GivenGradient.apply(result, gradient)) for result in results]
+    if losses:
+        torch.stack(losses).sum().backward()
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

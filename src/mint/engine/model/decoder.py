@@ -40,12 +40,14 @@ from mint.engine.model.layer_parts import (
     OutputGate,
     Reordered,
 )
+from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.mixture_of_experts import SharedExpert
 from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import (
     AttentionWeights,
+    BaseWeights,
     DeltaNetWeights,
     LayerRun,
     LayerSource,
@@ -61,7 +63,7 @@ from mint.models.tensor_files import StoredTensor
 
 
 @dataclass(frozen=True)
-class _ForwardBatch:
+class ForwardBatch:
     """The arguments of one forward that every layer reads. The first `count` rows are tokens, the rest is padding.
 
     `least` rows are what products need. A layer that is computed twice must not ask `rows_needed` itself: autograd runs
@@ -78,6 +80,9 @@ class _ForwardBatch:
 
 class Decoder:
     """A base model's weights and their forward."""
+
+    runs_kernels_alone = True
+    """Whether the device's operations compute all of a forward, so that it can be recorded."""
 
     def __init__(
         self,
@@ -102,18 +107,32 @@ class Decoder:
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
-        self.weights = load_weights(config, tensors, operations, quantization, layer_source)
+        self.weights = self._load(tensors, quantization)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
         self._gated_order = _gated_order(config, operations.device)
         self._delta_net_order = _delta_net_order(config.delta_net, operations.device)
-        matrices = self.weights.matrices
-        self._matrices = list(matrices.values())
-        self.loras = operations.loras(matrices)
+        self._matrices = self._layer_matrices()
+        self.loras = self._open_loras()
         self.mixtures: dict[int, FeedForward] = {
             index: operations.mixture(layer.mlp, layer.mlp_norm, index, config, self.loras)
             for index, layer in enumerate(self.weights.layers)
             if isinstance(layer.mlp, MixtureWeights) and layer.mlp_norm is not None
         }
+
+    def _load(self, tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> BaseWeights:
+        return load_weights(self.config, tensors, self.operations, quantization, self.layer_source)
+
+    def _layer_matrices(self) -> list[Matrix]:
+        """Those that every row goes through."""
+        return list(self.weights.matrices.values())
+
+    def _open_loras(self) -> LoraLinears:
+        return self.operations.loras(self.weights.matrices)
+
+    @property
+    def _layer_config(self) -> DecoderConfig:
+        """The heads that one product makes."""
+        return self.config
 
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage."""
@@ -167,14 +186,14 @@ class Decoder:
         least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         contexts = {rope: self._context(rope, positions) for rope in self.rope_tables}
-        batch = _ForwardBatch(count, least, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
+        batch = ForwardBatch(count, least, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
-        last = len(self.weights.layers) - 1
+        last = self.config.num_hidden_layers - 1
         saving: AbstractContextManager[None] = nullcontext()
         if self._offloaded is not None and recompute and torch.is_grad_enabled():
             saving = self._offloaded(self.device)
         with saving:
-            for index in range(len(self.weights.layers)):
+            for index in range(last + 1):
                 layer: LayerRun = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
                 if self.layer_source is not None:
                     layer = self.layer_source.around(index, layer)
@@ -184,18 +203,19 @@ class Decoder:
 
     def _context(self, rope: Rope | None, positions: Tensor) -> ForwardContext:
         cos, sin = self.rope_tables[rope]
+        config = self._layer_config
         return ForwardContext(
             operations=self.operations,
-            eps=self.config.rms_norm_eps,
-            rotated_heads=self.config.num_attention_heads + self.config.num_key_value_heads,
-            joint_heads=self.config.num_attention_heads if self.config.family.joint_head_norms else 0,
-            head_dim=self.config.head_dim,
+            eps=config.rms_norm_eps,
+            rotated_heads=config.num_attention_heads + config.num_key_value_heads,
+            joint_heads=config.num_attention_heads if config.family.joint_head_norms else 0,
+            head_dim=config.head_dim,
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),
             gated=self._gated_order,
         )
 
-    def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch, rows: Tensor | None) -> Tensor:
+    def _layer(self, index: int, x: Tensor, *, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
         """x [T, E] → [T, E]: x + mixer(norm(x)), and of that x + mlp(norm(x)); some families norm what is added. With
         `rows` [R], the result is of those rows alone."""
         layer = self.weights.layers[index]
@@ -222,7 +242,7 @@ class Decoder:
         out = Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
         return self._add_normed(out, layer.mlp_output_norm, x)
 
-    def _taken(self, batch: _ForwardBatch, count: int) -> _ForwardBatch:
+    def _taken(self, batch: ForwardBatch, count: int) -> ForwardBatch:
         """The same for `count` of the rows, which have one lora."""
         loras = [LoraRows(0, count, batch.loras[0].weights)]
         return replace(batch, count=count, loras=cover(loras, count, max(count, batch.least)))
@@ -234,7 +254,7 @@ class Decoder:
         norm: Tensor | None,
         weights: AttentionWeights,
         context: ForwardContext,
-        batch: _ForwardBatch,
+        batch: ForwardBatch,
     ) -> Tensor:
         """Attended values of norm(x), without those of the padding."""
         qkv = self.loras.linear(f"{index}.qkv", weights.qkv, batch.loras)
@@ -253,7 +273,7 @@ class Decoder:
         norm: Tensor | None,
         weights: DeltaNetWeights,
         context: ForwardContext,
-        batch: _ForwardBatch,
+        batch: ForwardBatch,
     ) -> Tensor:
         """What the heads of a delta net read of norm(x), without that of the padding."""
         if batch.delta_rule is None:
@@ -264,7 +284,7 @@ class Decoder:
             wide = Reordered.run(wide, self._delta_net_order, self.operations)
         return batch.delta_rule(index, weights, wide[: batch.count])
 
-    def _add_shared_expert(self, index: int, x: Tensor, routed: Tensor, batch: _ForwardBatch) -> Tensor:
+    def _add_shared_expert(self, index: int, x: Tensor, routed: Tensor, batch: ForwardBatch) -> Tensor:
         """`routed` plus what the expert that all rows share makes of x, both [T, E]; without one, `routed`."""
         layer = self.weights.layers[index]
         shared = layer.mlp.shared if isinstance(layer.mlp, MixtureWeights) else None

@@ -6,7 +6,7 @@ nothing of forwards or loras.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,15 +54,30 @@ def load_weights(
         layers.append(loader.layer(index))
         if source is not None:
             source.keep(layers[-1])
-    embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
-    final_norm = loader.norm("model.norm.weight", config.hidden_size) * config.scales.logits
-    if config.tie_word_embeddings:
-        loader.ignore("lm_head.weight")
-        unembedding = embedding
-    else:
-        unembedding = loader.take("lm_head.weight", (config.vocab_size, config.hidden_size), operations.dtype)
+    return loader.whole_model(layers)
+
+
+def load_layers(
+    config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations
+) -> Iterator[LayerWeights]:
+    """The layers of a model one after the other, from a state dict that has nothing else.
+
+    Raises:
+        InvalidRequestError: as `load_weights`.
+    """
+    loader = _Loader(config, tensors, operations, None)
+    for index in range(config.num_hidden_layers):
+        yield loader.layer(index)
     loader.finish()
-    return BaseWeights(layers, embedding, final_norm, loader.unembedding(unembedding))
+
+
+def load_ends(config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> BaseWeights:
+    """A model without its layers, from a state dict that has none.
+
+    Raises:
+        InvalidRequestError: as `load_weights`.
+    """
+    return _Loader(config, tensors, operations, None).whole_model([])
 
 
 class _Loader:
@@ -79,6 +94,19 @@ class _Loader:
         self._config = config
         self._operations = operations
         self._left = dict(tensors)
+
+    def whole_model(self, layers: list[LayerWeights]) -> BaseWeights:
+        """The model with these layers; nothing may be left."""
+        config, operations = self._config, self._operations
+        embedding = self.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
+        final_norm = self.norm("model.norm.weight", config.hidden_size) * config.scales.logits
+        if config.tie_word_embeddings:
+            self.ignore("lm_head.weight")
+            unembedding = embedding
+        else:
+            unembedding = self.take("lm_head.weight", (config.vocab_size, config.hidden_size), operations.dtype)
+        self.finish()
+        return BaseWeights(layers, embedding, final_norm, self.unembedding(unembedding))
 
     def layer(self, index: int) -> LayerWeights:
         config = self._config

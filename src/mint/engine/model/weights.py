@@ -8,7 +8,7 @@ Of a delta net: C channels of the convolution · K its rows · N value heads · 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,18 +102,23 @@ class BaseWeights:
     @property
     def matrices(self) -> dict[str, Matrix]:
         """The matrices of the layers, but for those of experts that the router chooses, by the name of their site."""
-        found: dict[str, Matrix] = {}
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer.mixer, AttentionWeights):
-                found |= {f"{index}.qkv": layer.mixer.qkv, f"{index}.o": layer.mixer.o}
-            else:
-                found |= {f"{index}.in": layer.mixer.inputs, f"{index}.o": layer.mixer.o}
-            if isinstance(layer.mlp, MlpWeights):
-                found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
-            elif layer.mlp.shared is not None:
-                name, mlp = shared_site(index), layer.mlp.shared.mlp
-                found |= {f"{name}.gate_up": mlp.gate_up, f"{name}.down": mlp.down}
-        return found
+        return site_matrices(self.layers)
+
+
+def site_matrices(layers: Sequence[LayerWeights]) -> dict[str, Matrix]:
+    """The matrices of layers, but for those of experts that the router chooses, by the name of their site."""
+    found: dict[str, Matrix] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer.mixer, AttentionWeights):
+            found |= {f"{index}.qkv": layer.mixer.qkv, f"{index}.o": layer.mixer.o}
+        else:
+            found |= {f"{index}.in": layer.mixer.inputs, f"{index}.o": layer.mixer.o}
+        if isinstance(layer.mlp, MlpWeights):
+            found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
+        elif layer.mlp.shared is not None:
+            name, mlp = shared_site(index), layer.mlp.shared.mlp
+            found |= {f"{name}.gate_up": mlp.gate_up, f"{name}.down": mlp.down}
+    return found
 
 
 def layer_matrices(layer: LayerWeights) -> list[Matrix]:

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from mint.engine.model.weights import LayerSource
+from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.gradient_sum import whole_sum
 
 
@@ -83,6 +84,14 @@ class Peers(Protocol):
         """For the layers of one more base; None: their matrices stay where they were loaded."""
         ...
 
+    def chunks(self, count: int) -> Chunks:
+        """Divides the layers of one more base, which are cut into `count` chunks.
+
+        Raises:
+            InvalidRequestError: there are fewer chunks than processes that divide them.
+        """
+        ...
+
 
 class Alone:
     """One process, which computes everything."""
@@ -101,6 +110,9 @@ class Alone:
 
     def layer_source(self) -> LayerSource | None:
         return None
+
+    def chunks(self, count: int) -> Chunks:
+        return LocalChunks(count)
 
 
 @dataclass(frozen=True)

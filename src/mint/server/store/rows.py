@@ -28,6 +28,7 @@ BASE_NUMBERS = {
     "quantization": "MINT_QUANTIZE",
     "attention": "MINT_NATIVE",
     "instructions": "MINT_INSTRUCTIONS",
+    "tensor_chunks": "MINT_TENSOR_PARALLEL",
 }
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
@@ -85,6 +86,8 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
     # Without the digest of the kernels' sources: a newer mint may have other kernels, as a newer torch has. Where their
     # bits differ, a replay finds it.
     values["instructions"] = effective.get("instructions")
+    if effective.get("tensor_chunks"):  # any number of processes has these bits
+        values["tensor_chunks"] = f"1 ({effective['tensor_chunks']} chunks)"
     found = {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
     if effective.get("attention") in ("flex", INVARIANT):
         found["MINT_BATCH_INVARIANT"] = "1" if effective["attention"] == INVARIANT else "0"
