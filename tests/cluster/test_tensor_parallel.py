@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from mint.cluster.collectives.chunk_ranks import ChunkGroup
 from mint.cluster.sums import Ranks
 from mint.engine.chunked.chunk_shapes import chunk_count
 from mint.engine.chunked.chunked_decoder import ChunkedDecoder
+from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.weights import layer_matrices
@@ -85,25 +87,32 @@ def test_layers_that_are_computed_twice_have_the_same_bits(on_ranks: OnRanks, mo
     assert on_ranks(2, steps_of, models["qwen3"], 2, "float32", True) == [expected] * 2
 
 
-def steps_with_kernels(folder: Path, tensor_parallel: int, dtype: str, kernels: Path) -> tuple[Any, ...]:
-    return divided_steps(folder, tensor_parallel, dtype=dtype, native=kernels)
+def steps_with_kernels(folder: Path, tensor_parallel: int, dtype: str, kernels: Path, merged: bool) -> tuple[Any, ...]:
+    merges = nullcontext() if merged else patch.object(NativeOperations, "merged_bytes", 0)
+    with merges:
+        return divided_steps(folder, tensor_parallel, dtype=dtype, native=kernels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "merged"), [("float32", True), ("float32", False), ("bfloat16", True)])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_kernels_in_c_compute_chunks(on_ranks: OnRanks, tmp_path: Path, family: str, dtype: str) -> None:
+def test_the_kernels_in_c_compute_chunks(
+    on_ranks: OnRanks, tmp_path: Path, family: str, dtype: str, merged: bool
+) -> None:
+    """Also where loras are not merged into copies of the matrices, as those of large models are not."""
     model, kernels = tmp_path / "model", tmp_path / "kernels"
     wide = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}
     experts = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
     write_model(model, "tied", family=family, **{**SHAPES[family], **wide, **experts})
-    engine = engine_with(ALONE, model, dtype=dtype, native=kernels, chunked=True)
-    decoder: Any = engine._bases["base"]._trained
-    matrices = [matrix for chunk in decoder._parts for matrix in layer_matrices(chunk.layers[0])]
-    assert any(isinstance(own, PanelMatrix) for own in matrices)
-    expected = plain_values(*train_steps(engine))
+    merges = nullcontext() if merged else patch.object(NativeOperations, "merged_bytes", 0)
+    with merges:
+        engine = engine_with(ALONE, model, dtype=dtype, native=kernels, chunked=True)
+        decoder: Any = engine._bases["base"]._trained
+        matrices = [matrix for chunk in decoder._parts for matrix in layer_matrices(chunk.layers[0])]
+        assert any(isinstance(own, PanelMatrix) for own in matrices)
+        expected = plain_values(*train_steps(engine))
     for world in (2, 4):
-        assert on_ranks(world, steps_with_kernels, model, world, dtype, kernels) == [expected] * world
+        assert on_ranks(world, steps_with_kernels, model, world, dtype, kernels, merged) == [expected] * world
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama", "gemma3_text", "exaone4"])

@@ -209,7 +209,7 @@ class ChunkedDecoder(Decoder):
         outs = []
         parts = attended.split(self._own_config.query_size, dim=1)
         for chunk, loras, part in zip(self._parts, self.loras.by_chunk(taken.loras), parts, strict=True):
-            own = part if rows is None else part.index_select(0, rows)
+            own = part.contiguous() if rows is None else part.index_select(0, rows)
             o = chunk.linears.linear(f"{index}.o", _attention(chunk, index).o, loras)
             outs.append(LoraProduct.run(pad_rows(own, loras[-1].stop), None, o, *o.parameters))
         return outs

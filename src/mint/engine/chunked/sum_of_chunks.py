@@ -66,13 +66,19 @@ class _SumOfChunks(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(needed)
         wanted = [place for place, is_needed in enumerate(needed) if is_needed]
         if wanted:
-            parts = [torch.cat([_gradient(own[place]).reshape(-1) for place in wanted]) for own in ctx.inputs]
+            parts = [_flat([_gradient(own[place]) for place in wanted]) for own in ctx.inputs]
             shapes = [ctx.inputs[0][place].shape for place in wanted]
             total = step.chunks.total(parts).split([shape.numel() for shape in shapes])
             for place, shape, own in zip(wanted, shapes, total, strict=True):
                 grads[place] = own.view(shape)
         step.collect_gradient()
         return None, None, *grads
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers, one tensor behind the other."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _gradient(x: Tensor) -> Tensor:
