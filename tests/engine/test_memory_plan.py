@@ -120,6 +120,20 @@ def test_a_lora_takes_what_the_engine_counts(tmp_path: Path, native_folder: Path
         assert plan.model == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_copies_that_small_matrices_keep_for_gradients_are_foreseen(
+    native_folder: Path, dtype: torch.dtype, is_native: bool
+) -> None:
+    native = native_folder if is_native else None
+    config, _ = QWEN3_06B
+    operations = Device("cpu", native, gpu_kernels=False).operations(config, dtype)
+    for outputs, inputs in ((64, 32), (512, 96), (96, 2048), (512, 512), (512, 480), (40, 33), (1024, 1024)):
+        matrix = operations.matrix(torch.randn(outputs, inputs).to(dtype))
+        matrix.gradient(torch.ones(3, outputs))
+        assert operations.turned_copy_bytes(outputs, inputs) == matrix.gradient_bytes, (outputs, inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux counts it")
 @pytest.mark.parametrize("way", ["kept", "recomputed", "offloaded", "sampled"])

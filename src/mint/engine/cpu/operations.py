@@ -154,6 +154,10 @@ class NativeOperations(CpuOperations):
             return vocabulary * hidden * self.dtype.itemsize
         return super().unembedding_copy_bytes(vocabulary, hidden)
 
+    @override
+    def turned_copy_bytes(self, outputs: int, inputs: int) -> int:
+        return self._products.turned_copy_bytes(outputs, inputs, self.dtype)
+
     def fits_lora(self, lora: SiteWeights) -> bool:
         """Whether a kernel computes the products of a lora at a site."""
         return self._loras.fits(lora)

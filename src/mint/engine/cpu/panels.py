@@ -32,6 +32,11 @@ class NativeProducts:
         """Whether there are panels of such a matrix."""
         return dtype in self.kernels and not (outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]))
 
+    def turned_copy_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """The memory that a `SmallPanelMatrix` of such a shape takes for its transpose; 0 where there is none."""
+        is_kept = outputs * inputs < PACKED_ENTRIES and self.fit(outputs, inputs, dtype)
+        return outputs * inputs * dtype.itemsize if is_kept else 0
+
     def pack(self, weight: Tensor) -> Tensor | None:
         """The panels of a matrix [O, I] of float32 or bfloat16, of its shape; None where its widths or the processor do
         not fit."""

@@ -46,12 +46,16 @@ PUBLISHED_COPIES, MODEL_VECTORS, PASS_VECTORS = 1, 4, 3
 """Float32 vectors of a lora's size: copies to sample from; weights, gradient and two moments; and in a pass the
 gradient before it, the sum of its micro-batches, and the gradient of one of them."""
 
+EVERY_LAYER = LoraSpec(1, 0, train_attn=True, train_mlp=True, train_unembed=False)
+"""Its sites are all matrices of the layers."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes, unless a name says otherwise.
 
-    `free` is what the device has before anything is loaded; `model` is one lora in training, and a copy to sample from.
+    `free` is what the device has before anything is loaded. `base` is the base model with what it keeps once it is
+    trained on; `model` is one lora in training, and a copy to sample from.
     A sequence takes `kv_token` for each token, and `state` for its delta nets.
     `kept`, `recomputed` and `offloaded` are what a pass over one sequence of `context` tokens takes of the device as it
     is, with activation recomputation, and where the inputs of the layers are offloaded, too, which then take `host` of
@@ -111,9 +115,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for a device with `memory_bytes`, of which `free_bytes` are free before anything is loaded.
     `kv_cache_bytes` and `micro_batch_rows` as in `TorchEngine`."""
-    base = base_bytes(config, tensors, operations, quantization)
+    loaded = base_bytes(config, tensors, operations, quantization)
+    base = loaded + (0 if quantization is not None else _turned_bytes(config, operations))
     vector = 4 * parameter_count(list_sites(config, lora), lora.rank)
-    free = None if free_bytes is None else max(0, free_bytes - base)
+    free = None if free_bytes is None else max(0, free_bytes - loaded)
     limits = fit_limits(config.vocab_size, prompt_token_bytes(config, operations.dtype), operations, free_bytes=free)
     net = config.delta_net
     kv_cache = kv_cache_bytes
@@ -121,7 +126,7 @@ def plan_memory(
         sequences = limits.rows if net is None else 2 * limits.rows  # states take one half
         kv_cache = fitting_bytes(config, operations.dtype, sequences=sequences, free_bytes=free)
     row_bytes = bytes_per_row(config, operations.dtype)
-    budget = activation_budget(operations, memory_bytes=memory_bytes, base_bytes=base)
+    budget = activation_budget(operations, memory_bytes=memory_bytes, base_bytes=loaded)
     rows = micro_batch_rows or fit_rows(row_bytes, budget, least=MIN_ROWS, most=operations.max_rows)
     return MemoryPlan(
         context=context,
@@ -195,12 +200,25 @@ def _merged_bytes(
 ) -> int:
     """Copies of the matrices of a small base, into which the lora is merged: two for training, as they are and turned,
     and one to sample from."""
-    every = LoraSpec(1, 0, train_attn=True, train_mlp=True, train_unembed=False)
-    size = sum(4 * site.inputs * sum(site.outputs) for site in list_sites(config, every))
-    if operations.dtype != torch.float32 or quantization is not None or size > operations.merged_bytes:
+    if quantization is not None or not _merges(config, operations):
         return 0
     trained = [site for site in list_sites(config, lora) if site.name != UNEMBED and ".experts." not in site.name]
     return (2 + PUBLISHED_COPIES) * sum(4 * site.inputs * sum(site.outputs) for site in trained)
+
+
+def _merges(config: DecoderConfig, operations: Operations) -> bool:
+    """Whether loras are merged into copies of the matrices (see `Operations.merged_bytes`)."""
+    size = sum(4 * site.inputs * sum(site.outputs) for site in list_sites(config, EVERY_LAYER))
+    return operations.dtype == torch.float32 and size <= operations.merged_bytes
+
+
+def _turned_bytes(config: DecoderConfig, operations: Operations) -> int:
+    """Turned copies of the base's own small matrices, which the first backward makes. Where loras are merged, those of
+    the merged matrices are kept instead."""
+    if _merges(config, operations):
+        return 0
+    sites = [site for site in list_sites(config, EVERY_LAYER) if ".experts." not in site.name]
+    return sum(operations.turned_copy_bytes(sum(site.outputs), site.inputs) for site in sites)
 
 
 def _in_pages(tokens: int) -> int:

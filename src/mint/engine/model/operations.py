@@ -100,6 +100,10 @@ class Operations(Protocol):
         """The memory that `unembedding` takes beside the tensor of a matrix [vocabulary, hidden]."""
         ...
 
+    def turned_copy_bytes(self, outputs: int, inputs: int) -> int:
+        """The memory of what `matrix` of [outputs, inputs] keeps once a gradient has needed it."""
+        ...
+
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
         """A matrix [V, E] whose numbers have 8 bits, and whose products are not rounded to bfloat16."""
         ...

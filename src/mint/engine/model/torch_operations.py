@@ -78,6 +78,9 @@ class TorchOperations:
     def unembedding_copy_bytes(self, vocabulary: int, hidden: int) -> int:
         return 0
 
+    def turned_copy_bytes(self, outputs: int, inputs: int) -> int:
+        return 0
+
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
         return QuantizedMatrix(weight, torch.float32)
 
