@@ -53,6 +53,9 @@ def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
         ("epochs", "epochs_per_batch"),
         ("entropy_coeff", "entropy_coef"),
         ("lr", "learning_rate"),
+        ("delta", "dual_clip"),  # not betas
+        ("mask_truncated_completions", "truncation"),
+        ("eval_steps", "eval_every"),  # not steps
     ],
 )
 def test_the_names_of_other_trainers_are_refused_with_ours(theirs: str, ours: str) -> None:
@@ -65,6 +68,16 @@ def test_the_names_of_other_trainers_lead_to_settings_that_exist() -> None:
         assert theirs not in RLConfig.model_fields
         named = re.findall(r"[a-z_]+", re.sub(r"=({.*?}|'[a-z]*')", "", remedy))
         assert set(named) - {"and", "or"} <= RLConfig.model_fields.keys(), remedy
+
+
+def test_numbers_of_numpy_are_python_numbers_in_a_config() -> None:
+    config = RLConfig(steps=np.int64(4), learning_rate=np.geomspace(1e-5, 1e-3, 3)[1], seed=np.array(7))
+    assert [type(value) for value in (config.steps, config.learning_rate, config.seed)] == [int, float, int]
+    assert config.changed(group_size=np.uint8(8), dynamic_sampling=np.True_).dynamic_sampling is True
+    with pytest.raises(InvalidRequestError, match=r"steps = 2\.5: must be a whole number, not float"):
+        RLConfig(steps=np.float64(2.5))
+    with pytest.raises(InvalidRequestError, match=r"steps"):
+        RLConfig(steps=np.array([4]))
 
 
 def test_two_names_of_one_setting_are_not_mistaken_for_another_setting() -> None:

@@ -522,9 +522,14 @@ def test_verifiers_tasksets_run_through_our_loop_in_one_turn_and_in_many(tmp_pat
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     python = environment / "bin" / "python"
+    pinned = ["-c", str(ROOT / "constraints" / "cpu.txt")]
     installed = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "verifiers==0.4.0"], capture_output=True, text=True, check=False
+        [python, "-m", "pip", "install", "--quiet", *pinned, "verifiers==0.4.0"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert "ResolutionImpossible" not in installed.stderr, installed.stderr[-3000:]
     if installed.returncode:
         pytest.skip(f"no package registry: {installed.stderr[-300:]}")
     site = subprocess.run(

@@ -33,8 +33,8 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 class RunConfig(BaseModel):
     """One training run. Frozen; every field is checked when it is constructed or copied with `changed`.
 
-    Nothing is converted: `epochs="3"` is refused. An integer may stand for a float, a list for a tuple, and a text for
-    a path. `from_texts` takes texts.
+    Nothing is converted: `epochs="3"` is refused. An integer may stand for a float, a list for a tuple, a text for a
+    path, and a numpy number for Python's. `from_texts` takes texts.
 
     A subclass adds its own fields and may declare a field again to give it another default.
 
@@ -56,7 +56,12 @@ class RunConfig(BaseModel):
         "model_name": "base_model",
         "output_dir": "run_dir",
         "save_steps": "save_every",
+        "save_freq": "save_every",
         "report_to": "trackers",
+        "warmup_ratio": "lr_warmup_steps",
+        **dict.fromkeys(
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size"), "batch_size"
+        ),
     }
     """What TRL, verl and prime-rl call a setting, and what to give here, so that a refusal can say so."""
 
@@ -112,7 +117,7 @@ class RunConfig(BaseModel):
 
     def __init__(self, **fields: Any) -> None:
         try:
-            super().__init__(**fields)
+            super().__init__(**{name: _plain(value) for name, value in fields.items()})
         except ValidationError as error:
             raise self._refusal(error) from error
 
@@ -241,3 +246,8 @@ class RunConfig(BaseModel):
             weight_decay=self.weight_decay,
             grad_clip_norm=self.grad_clip_norm,
         )
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as Python's, for example of a sweep over `np.geomspace`; any other value as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
