@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 MAX_BASE_MB = 80
-"""What the base install may take, in MiB and with bytecode: no large dependency comes in unnoticed."""
+"""What the files of the base install may take, bytecode included: no large dependency comes in unnoticed."""
 
 SMOKE = """
 from pathlib import Path
@@ -119,11 +119,11 @@ def try_wheel(wheel: Path, version: str) -> None:
 
 
 def installed_mb(environment: Path) -> float:
-    """The disk that the packages of an environment take, without pip and setuptools, in MiB."""
+    """The size of the files of an environment's packages, without pip and setuptools, in MB (10^6 bytes)."""
     [packages] = environment.glob("lib/python*/site-packages")
     tools = ("pip", "setuptools", "_distutils_hack", "pkg_resources")
     files = (path for path in packages.rglob("*") if not path.relative_to(packages).parts[0].startswith(tools))
-    return sum(path.lstat().st_blocks for path in files) * 512 / 2**20
+    return sum(path.lstat().st_size for path in files if path.is_file()) / 1e6
 
 
 def require(fulfilled: bool, fault: str) -> None:

@@ -32,11 +32,14 @@ def _stop_without(package: str) -> NoReturn:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"mint {VERSION}\n")
         sys.exit()
-    sys.exit(
-        f"MissingExtraError: the command line needs the package {package}, which is not installed. "
-        f"{install_command('local')} to train or serve on this machine; {install_command('rl')} to train on a server; "
-        f"{install_command('cli')} for the models and checkpoints of a server"
-    )
+    choices = {
+        "local": "to train or serve on this machine",
+        "rl": "to train on a server",
+        "cli": "for the models and checkpoints of a server",
+    }
+    lines = [f"    {install_command(extra)}    # {purpose}" for extra, purpose in choices.items()]
+    told = f"MissingExtraError: the command line needs the package {package}, which is not installed. Choose one:"
+    sys.exit("\n".join([told, *lines]))
 
 
 if __name__ == "__main__":
