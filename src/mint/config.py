@@ -53,6 +53,7 @@
 | `MINT_SERVE_SHARD_BASE` | as `MINT_SHARD_BASE` | that |
 | `MINT_SERVE_TENSOR_PARALLEL` | as `MINT_TENSOR_PARALLEL` | that |
 | `MINT_SERVE_SAMPLER`, `MINT_SERVE_SAMPLER_FOLDER` | as the variables without `SERVE` | those |
+| `MINT_SERVE_MIRROR` | the object storage that gets a copy of the data | none |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
@@ -280,6 +281,7 @@ class ServeSettings(BaseSettings):
     tensor_parallel: TensorParallel | None = None
     sampler: Samplers | None = None
     sampler_folder: Path | None = None
+    mirror: str | None = None
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -1,7 +1,9 @@
-"""The scripts in docs/operations.md take a data directory to an S3-compatible server and back, and find damage."""
+"""A data directory goes to an S3-compatible server and back: by the scripts in docs/operations.md, which find damage,
+and by the mirror of a server."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,9 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 from waiting import wait_until
 
 import mint
+from mint.cli.main import app
 from mint.types import AdamParams, Datum, ModelInput
 from tests.ports import free_port
 from tests.server.server_harness import running
@@ -35,9 +39,14 @@ class Storage:
     script: Path
     url: str
 
-    def run(self, action: str, source: object, target: object) -> subprocess.CompletedProcess[str]:
+    @property
+    def variables(self) -> dict[str, str]:
+        """By which obstore finds the server."""
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
-        environment = {**os.environ, **keys, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
+        return {**keys, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
+
+    def run(self, action: str, source: object, target: object) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **self.variables}
         command = [str(self.python), str(self.script), action, str(source), str(target)]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -109,3 +118,30 @@ def test_damage_an_unfinished_copy_and_a_prefix_that_is_taken_are_refused(storag
         httpx.put(f"{storage.url}/backups/wednesday/{name}").raise_for_status()
     assert storage.run("get", "s3://backups/wednesday", tmp_path / "unfinished").returncode != 0
     assert not (tmp_path / "unfinished").exists()
+
+
+def test_a_server_mirrors_itself_and_is_brought_back(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="pip install 'mint[mirror]'")
+    for name, value in storage.variables.items():
+        monkeypatch.setenv(name, value)
+    url = "s3://backups/mirror"
+    with running(tmp_path / "data", mirror=url) as server, mint.ServiceClient(base_url=server.url) as service:
+        trainer = service.create_lora_training_client(base_model="mint/tiny", rank=4, seed=1)
+        trainer.forward_backward(DATA, "cross_entropy")
+        trainer.optim_step(AdamParams(learning_rate=1e-3)).result(timeout=60)
+        path = trainer.save_state("kept").result(timeout=60).path
+        wanted = step_of(service, path)
+    told = CliRunner().invoke(
+        app, ["recover", "--from-mirror", url, "--data-dir", str(tmp_path / "restored"), "--json"]
+    )
+    assert told.exit_code == 0 and json.loads(told.stdout)["files"] > 2, told.output
+    with running(tmp_path / "restored", mirror=url) as server, mint.ServiceClient(base_url=server.url) as service:
+        assert step_of(service, path) == wanted
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").json()["mirror"]["states"])
+        assert "mint_mirror_working 1.0" in httpx.get(f"{server.url}/metrics").text
+    refused = CliRunner().invoke(
+        app, ["recover", "--from-mirror", "s3://backups/nothing", "--data-dir", str(tmp_path / "n")]
+    )
+    assert refused.exit_code != 0 and "has no mirror" in refused.output

@@ -86,6 +86,9 @@ def described(health: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [("state", "ready" if health["status"] == "ok" else health["status"])]
     lines += [("problem", problem) for problem in health.get("problems") or ()]
     lines += [("warning", warning) for warning in health.get("warnings") or ()]
+    mirror = health.get("mirror")
+    if mirror:
+        lines.append(("mirror", f"{mirror['lag_s']:.0f} s behind{'' if mirror['works'] else ', cannot be written'}"))
     cluster = health.get("cluster")
     if not cluster:
         return [*lines, ("cluster", "none: one process trains and samples")]

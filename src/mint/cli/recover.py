@@ -1,4 +1,5 @@
-"""`mint recover`: lists the models that have stopped, and lets one go on as the operator decides."""
+"""`mint recover`: lists the models that have stopped, and lets one go on as the operator decides; or brings a data
+directory back from its mirror."""
 
 from __future__ import annotations
 
@@ -24,6 +25,9 @@ def recover(
     at_snapshot: Annotated[
         bool, typer.Option("--at-snapshot", help="go back to the newest sound snapshot; later requests are lost")
     ] = False,
+    from_mirror: Annotated[
+        str | None, typer.Option(help="bring an empty data directory back from where mint serve --mirror has copied it")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="where the data lies; MINT_HOME if not given")] = None,
     as_json: Json = False,
 ) -> None:
@@ -33,6 +37,12 @@ def recover(
 
     folder = (data_dir or read_settings().home).expanduser().resolve()
     try:
+        if from_mirror is not None:
+            if model is not None or retry or accept or at_snapshot:
+                remedy = "Bring the data back first, then decide"
+                raise InvalidRequestError("takes no other", field="--from-mirror", value=from_mirror, remedy=remedy)
+            _restore(from_mirror, folder, as_json)
+            return
         decision = _decision(retry=retry, accept=accept, at_snapshot=at_snapshot)
         if decision is None:
             found = stopped_models.stopped_models(folder, _is_sound)
@@ -43,6 +53,20 @@ def recover(
             _report(stopped_models.decide(folder, model, decision, _is_sound), as_json)
     except MintError as error:
         fail(error, as_json=as_json)
+
+
+def _restore(url: str, folder: Path, as_json: bool) -> None:
+    from mint.server.mirror.objects import open_objects  # deferred: loads the database
+    from mint.server.mirror.restore import restore
+
+    restored = restore(open_objects(url, field="--from-mirror"), folder, url=url)
+    if as_json:
+        typer.echo(json.dumps({"data_dir": str(folder), **asdict(restored)}))
+        return
+    typer.echo(
+        f"{folder} has the state of {restored.taken} again: the journal and {restored.files} files, "
+        f"{restored.size_bytes / (1 << 20):.1f} MiB. What was accepted after that is lost."
+    )
 
 
 def _decision(*, retry: bool, accept: bool, at_snapshot: bool) -> Decision | None:

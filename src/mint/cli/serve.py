@@ -79,6 +79,10 @@ def serve(
     sampler_folder: Annotated[
         Path | None, typer.Option(help="where it reads LoRAs, if it is elsewhere: a folder that both have")
     ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(help="an object storage that gets a copy of the data, seconds later: s3://BUCKET/FOLDER"),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
 ) -> None:
     """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
@@ -105,6 +109,7 @@ def serve(
         "tensor_parallel": tensor_parallel,
         "sampler": ",".join(sampler or ()) or None,
         "sampler_folder": sampler_folder,
+        "mirror": mirror,
     }
     try:
         settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)

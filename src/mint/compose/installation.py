@@ -34,6 +34,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "structured": ("llguidance",),
     "tasks": ("datasets", "reasoning_gym"),
     "cluster": ("ray",),
+    "mirror": ("obstore",),
     "verifiers": ("verifiers",),
     "textarena": ("textarena",),
     "openenv": ("openenv",),

@@ -37,6 +37,8 @@ from mint.server.http.app import create_app
 from mint.server.http.auth import recall_by_key
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.http.key_guesses import GuardedKeys
+from mint.server.mirror.mirror import Mirror
+from mint.server.mirror.objects import open_objects, without_secrets
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
@@ -58,6 +60,9 @@ SAVE_SHARE = 0.8
 
 DEVICE_LOST_STATUS = 70
 """The exit status of a server whose GPU has failed (`EX_SOFTWARE`)."""
+
+MIRROR_SHARE = 0.25
+"""How much of the time for a shutdown the mirror may take to send the last state."""
 
 MAX_THREADS = 16
 """Threads for requests that write to the journal: most of them wait for the disk, and share its fsyncs. As many again
@@ -142,7 +147,10 @@ class Server:
                 stored_bytes=self.service.checkpoints.used_bytes() + folder_bytes(folder / "snapshots"),
             )
             self.keys = self.service.api_keys(defaults=defaults)
+            self._mirror = None if settings.mirror is None else _open_mirror(settings.mirror, folder, metrics)
             self.service.start(self.keys.quotas_of if access.asks_keys else None)
+            if self._mirror is not None:
+                self._mirror.start()
             opened.pop_all()  # all is open: `run` closes it
         self._bodies = Bodies(BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s))
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
@@ -162,7 +170,7 @@ class Server:
             bodies=self._bodies,
             observers=(metrics.observe, log_access),
             metrics=metrics,
-            readiness=Readiness(self.service, stuck_after_s=settings.stuck_after_s),
+            readiness=Readiness(self.service, stuck_after_s=settings.stuck_after_s, mirror=self._mirror),
             executor=self._threads,
             disk_executor=self._disk_threads,
         )
@@ -191,7 +199,10 @@ class Server:
             self._bodies.close()
             self._disk_threads.shutdown(wait=False)
             self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
-            _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
+            mirror_s = 0.0 if self._mirror is None else self._settings.stop_within_s * MIRROR_SHARE
+            _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE) - mirror_s)
+            if self._mirror is not None:
+                self._mirror.close(within_s=mirror_s)
             self._lock.close()
 
     def stop(self) -> None:
@@ -214,6 +225,12 @@ def _make_folder(folder: Path) -> None:
         raise InvalidRequestError(
             f"cannot be made: {error}", field="--data-dir", value=folder, remedy=remedy
         ) from error
+
+
+def _open_mirror(url: str, folder: Path, metrics: Metrics) -> Mirror:
+    mirror = Mirror(folder, open_objects(url, field="--mirror"), address=without_secrets(url))
+    metrics.watch_mirror(mirror)
+    return mirror
 
 
 def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:

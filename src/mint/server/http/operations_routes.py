@@ -22,12 +22,14 @@ class Health(BaseModel):
 
     `cluster` says how many `trainers` there are, how many of them are `running`, how often they were `lost`, and the
     processes of the `ranks`; with `samplers`, also how many are `sampling`, how often one was lost, and what each has.
+    `mirror` says how many seconds behind it is (`lag_s`), whether it `works`, how many `states` and bytes were sent.
     """
 
     status: str
     problems: list[str] | None = None
     warnings: list[str] | None = None
     cluster: dict[str, Any] | None = None
+    mirror: dict[str, Any] | None = None
 
 
 async def healthz(_call: Call) -> Response:
@@ -42,10 +44,14 @@ async def readyz(call: Call) -> Response:
         raise NotFoundError("is not checked in this process", remedy="Use mint serve")
     problems = await readiness.problems()
     warnings = list(await readiness.warnings()) or None
-    cluster = dict(readiness.cluster) or None
+    more: dict[str, Any] = {
+        "warnings": warnings,
+        "cluster": dict(readiness.cluster) or None,
+        "mirror": dict(readiness.mirror) or None,
+    }
     if not problems:
-        return respond(Health(status="ok", warnings=warnings, cluster=cluster))
-    return respond(Health(status="not ready", problems=list(problems), warnings=warnings, cluster=cluster), status=503)
+        return respond(Health(status="ok", **more))
+    return respond(Health(status="not ready", problems=list(problems), **more), status=503)
 
 
 def resize_cluster(call: Call) -> Response:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from mint.engine.protocol import Engine, SampleBatch, SampleResult
 from mint.server.http.access_log import NO_ROUTE, AccessRecord
+from mint.server.mirror.mirror import Mirror
 from mint.server.ops.loop_pauses import LoopPauses
 from mint.server.service.service import Service
 
@@ -84,6 +85,10 @@ class Metrics:
         """Adds the state of a service to the metrics."""
         self._state = _ServiceState(service)
         self._registry.register(self._state)
+
+    def watch_mirror(self, mirror: Mirror) -> None:
+        """Adds how far behind a mirror is to the metrics."""
+        self._registry.register(_MirrorMetrics(mirror))
 
     def metered(self, engine: Engine) -> Engine:
         """The same engine, with its work counted."""
@@ -235,6 +240,24 @@ def _external(state: Mapping[str, Any] | None) -> Iterable[Metric]:
         of_pass.add_metric((name,), value)
     yield of_pass
     yield CounterMetricFamily("mint_sampler_gap_alarms", "Passes in which it was too large.", value=gap["alarms"])
+
+
+class _MirrorMetrics(Collector):
+    """The state of the mirror, read when metrics are asked for."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def collect(self) -> Iterable[Metric]:
+        """Its lag, whether it works, and what was sent."""
+        state = self._mirror.state
+        yield GaugeMetricFamily(
+            "mint_mirror_lag_seconds", "The mirror has the state from so long ago.", value=state.lag_s
+        )
+        yield GaugeMetricFamily(
+            "mint_mirror_working", "1 while the mirror can be written.", value=float(state.problem is None)
+        )
+        yield CounterMetricFamily("mint_mirror_sent_bytes", "What was sent to the mirror.", value=state.sent_bytes)
 
 
 class _ServiceState(Collector):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mint.errors import DamagedDataError, JournalError
+from mint.server.mirror.mirror import Mirror
 from mint.server.service.service import Service
 
 STUCK_AFTER_S = 600.0
@@ -24,9 +25,10 @@ WRITE_TIMEOUT_S = 5.0
 class Readiness:
     """Checks one service. One event loop at a time."""
 
-    def __init__(self, service: Service, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
+    def __init__(self, service: Service, *, stuck_after_s: float = STUCK_AFTER_S, mirror: Mirror | None = None) -> None:
         """The worker counts as stuck if it has not come to a call between two requests for `stuck_after_s`."""
         self._service = service
+        self._mirror = mirror
         self._stuck_after_s = stuck_after_s
         self._lock = threading.Lock()
         self._asked_at: float | None = None
@@ -53,10 +55,24 @@ class Readiness:
         """Numbers of the processes that train and sample; empty without a cluster."""
         return self._service.cluster_state
 
+    @property
+    def mirror(self) -> Mapping[str, Any]:
+        """How far behind the mirror is, and what was sent; empty without one."""
+        if self._mirror is None:
+            return {}
+        state = self._mirror.state
+        return {
+            "lag_s": round(state.lag_s, 1),
+            "states": state.states,
+            "sent_bytes": state.sent_bytes,
+            "works": state.problem is None,
+        }
+
     async def warnings(self) -> tuple[str, ...]:
         """What will be wrong soon unless somebody sees to it; the service is ready."""
-        warning = await asyncio.to_thread(self._service.disk.warning)
-        return () if warning is None else (warning,)
+        disk = await asyncio.to_thread(self._service.disk.warning)
+        mirror = None if self._mirror is None else self._mirror.state.warning
+        return tuple(warning for warning in (disk, mirror) if warning is not None)
 
     def _worker_problem(self, now: float) -> str | None:
         if not self._service.is_working:

@@ -45,13 +45,16 @@ class Results:
         eta: Eta,
         *,
         long_poll_s: float,
+        loss: str = "",
     ) -> None:
+        """`loss` says why a request may be unknown that was accepted here."""
         self._reader = reader
         self._journal = journal
         self._queue = queue
         self._futures = futures
         self._sessions = sessions
         self._eta = eta
+        self._loss = loss
         self.long_poll_s = long_poll_s
         """How long a client waits for a result before it is told to ask again."""
         self._queue_index = QueueIndex(queue.pending(), eta)
@@ -92,7 +95,8 @@ class Results:
                 remedy="Read the results of passes before you send so many more requests",
             )
         if row is None or row.result is None:
-            raise NotFoundError("does not exist or was deleted", field="request_id", value=name)
+            why = "does not exist or was deleted"
+            raise NotFoundError(f"{why}: {self._loss}" if self._loss else why, field="request_id", value=name)
         return FutureResult(row.result, failed=row.status == "failed")
 
     def _verify(self, row: JobRow) -> None:

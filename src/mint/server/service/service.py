@@ -29,6 +29,7 @@ from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.lora_names import LoraNames
 from mint.server.lost_journal import open_journal
+from mint.server.mirror.manifest import identity_of
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
@@ -127,6 +128,8 @@ class Service:
         self.data_dir = data_dir
         self.limits = limits or ServerLimits()
         self._journal = open_journal(data_dir)
+        identity = identity_of(data_dir)
+        loss = "" if identity is None else identity.loss
         self.training_runs = TrainingRunCatalog(self._journal, data_dir)
         self.checkpoints = CheckpointCatalog(self._journal, data_dir)
         self.stored_sessions = SessionCatalog(self._journal)
@@ -151,7 +154,7 @@ class Service:
         self._housekeeping_at = clock()
         self._forget_at = clock()
         self._live_sessions = Sessions(
-            self._journal, self.instance.instance_id, self.disk, journal_use, limits=self.limits, clock=clock
+            self._journal, self.instance.instance_id, self.disk, journal_use, limits=self.limits, loss=loss, clock=clock
         )
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
@@ -202,6 +205,7 @@ class Service:
             note_running=self.instance.mark,
             note_result=journal_use.add_result,
             gap_timeout_s=gap_timeout_s,
+            loss=loss,
             clock=clock,
         )
         self.sessions = SessionLifetime(
@@ -244,6 +248,7 @@ class Service:
             self._live_sessions,
             self._worker.eta,
             long_poll_s=long_poll_s,
+            loss=loss,
         )
 
     def _published_bytes(self) -> int:

@@ -47,14 +47,16 @@ class Sessions:
         journal_use: JournalUse,
         *,
         limits: ServerLimits,
+        loss: str = "",
         clock: Callable[[], float],
     ) -> None:
-        """`clock` counts seconds, and does not jump."""
+        """`loss` says why a session may be unknown that was opened here. `clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
         self._disk = disk
         self._journal_use = journal_use
         self._limits = limits
+        self._loss = loss
         self._clock = clock
         self.on_return: Callable[[str], None] = lambda session_id: None
         """Called with a suspended session whose client has come back: resumes it with its work, or refuses to."""
@@ -159,7 +161,9 @@ class Sessions:
         if row is not None and row.owner != owner:
             row = None
         if row is None or row.ended_at is None:
-            why = "is not a session here" if row is None else "is served by another process"
+            why = "is served by another process" if row is not None else "is not a session here"
+            if row is None and self._loss:
+                why = f"{why}: {self._loss}"
             raise NotFoundError(why, field="session_id", value=session_id, remedy="Make a new ServiceClient")
         raise SessionEndedError(
             f"has ended, and its models and futures with it ({HOW_SESSIONS_END})",

@@ -40,6 +40,7 @@ HOUSEKEEPING_S = 60.0
 JOURNAL_RETRY_S = 1.0
 ARRIVAL_S = 0.01
 MEMORY_RETRY_S = 0.5
+LOST_S = 60.0
 
 
 class Worker:
@@ -58,11 +59,13 @@ class Worker:
         note_running: Callable[[str], None],
         note_result: Callable[[str, int], None],
         gap_timeout_s: float = GAP_TIMEOUT_S,
+        loss: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`housekeeping` is called every minute; `note_running` is told which training request runs ("" for none), so
         that the next process can count a death in it; `note_result` is told the owner and the size of each result that
-        was stored."""
+        was stored. `loss` says why requests may never arrive that were accepted before; they are not waited for long.
+        """
         self._queue = queue
         self._futures = futures
         self._trainer = trainer
@@ -73,7 +76,9 @@ class Worker:
         self._note_running = note_running
         self._note_result = note_result
         self._gap_timeout_s = gap_timeout_s
+        self._loss = loss
         self._clock = clock
+        self._began_at = clock()
         self._gaps_since = float("-inf")
         self._batch = SamplingBatch(trainer.models.engine, samplers)
         self._fairness = Fairness()
@@ -226,7 +231,7 @@ class Worker:
             lane=lane,
             sampling=sampling,
             fairness=self._fairness,
-            gap_timeout_s=self._gap_timeout_s,
+            gap_timeout_s=self._patience_s(now),
             gaps_since=self._gaps_since,
         ):
             case RunTraining(job):
@@ -343,13 +348,21 @@ class Worker:
             self.eta.end(results)
             self._futures.finish({name: result for name, result in results.items() if name not in unwanted})
 
+    def _patience_s(self, now: float) -> float:
+        """How long a missing request is waited for. Clients come back soon after the start, and what was lost with the
+        disk never comes."""
+        has_just_begun = now - self._began_at < GAP_TIMEOUT_S
+        return min(LOST_S, self._gap_timeout_s) if self._loss and has_just_begun else self._gap_timeout_s
+
     def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[TrainingJob, ...]) -> None:
         """Fails the requests of a model that wait behind missing ones, and the missing ones with them."""
         numbers = ", ".join(str(seq_id) for seq_id in missing)
-        error = RequestFailedError(
-            f"request {numbers} of {model_id} never arrived, and those behind it waited {self._gap_timeout_s:g} s",
-            remedy="Send them again, with new numbers",
-        )
+        waited_s = self._patience_s(self._clock())
+        text = f"request {numbers} of {model_id} never arrived, and those behind it waited {waited_s:g} s"
+        remedy = "Send them again, with new numbers"
+        if self._loss:
+            text, remedy = f"{text}: {self._loss}", "Start the program again from its last checkpoint"
+        error = RequestFailedError(text, remedy=remedy)
         result = FutureResult.of_error(error)
         kinds = {job.seq_id: job.kind for job in waiting}
         # The missing numbers are journaled as failed, so that the late arrival of one of them is recognised.
