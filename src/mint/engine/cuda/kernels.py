@@ -35,6 +35,9 @@ program have one lora."""
 RANKS_AT_ONCE, INPUTS_AT_ONCE = 16, 64
 """Those of the first half of a lora's product, and the inputs that it adds at a time."""
 
+RANKS_ADDED = 64
+"""Ranks that the second half adds at a time: the memory of a program does not grow with the rank."""
+
 
 class TritonKernels:
     """`StepKernels` by Triton. Tensors are contiguous, rows first; `product` is in the base's dtype."""
@@ -110,7 +113,7 @@ class TritonKernels:
             NORMED=weights.head_norms is not None,
             ROWS=ROWS_AT_ONCE,
             HALF=max(16, triton.next_power_of_2(dim // 2)),
-            RANKS=_padded(parts.rank),
+            RANKS=parts.ranks_at_once,
         )
         return queries
 
@@ -176,7 +179,7 @@ class TritonKernels:
             RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=_padded(parts.rank),
+            RANKS=parts.ranks_at_once,
         )
         return wide, narrow
 
@@ -195,7 +198,7 @@ class TritonKernels:
             RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=_padded(parts.rank),
+            RANKS=parts.ranks_at_once,
         )
         return out
 
@@ -212,6 +215,10 @@ class _Parts:
 
     tensors: dict[str, Any]
     rank: int
+
+    @property
+    def ranks_at_once(self) -> int:
+        return min(RANKS_ADDED, _padded(self.rank))
 
 
 def _parts(lora: LoraPart | None, absent: Tensor) -> _Parts:
@@ -282,14 +289,17 @@ def _lora_tile(
     """scale · down · bs.T for a tile: rows of `down` [T, width], of which part `part`, and rows `columns` of the bs in
     the slot of the tile's first row."""
     slot = tl.load(slots + tl.program_id(0) * rows.shape[0])
-    ranks = tl.arange(0, RANKS)
-    known = ranks < tl.where(slot >= 0, RANK, 0)
-    left = tl.load(
-        down + rows[:, None] * width + part * RANK + ranks[None, :], mask=real[:, None] & known[None, :], other=0.0
-    )
     own = bs + slot.to(tl.int64) * slot_size
-    right = tl.load(own + columns[None, :] * RANK + ranks[:, None], mask=known[:, None] & within[None, :], other=0.0)
-    return tl.load(scales + tl.maximum(slot, 0)) * tl.dot(left, right, input_precision="ieee")
+    total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for start in tl.static_range(0, RANK, RANKS):
+        ranks = start + tl.arange(0, RANKS)
+        known = ranks < tl.where(slot >= 0, RANK, 0)
+        place = rows[:, None] * width + part * RANK + ranks[None, :]
+        left = tl.load(down + place, mask=real[:, None] & known[None, :], other=0.0)
+        place = columns[None, :] * RANK + ranks[:, None]
+        right = tl.load(own + place, mask=known[:, None] & within[None, :], other=0.0)
+        total += tl.dot(left, right, input_precision="ieee")
+    return tl.load(scales + tl.maximum(slot, 0)) * total
 
 
 @triton.jit
