@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mint.engine.memory.machine_memory import free_memory_bytes, memory_bytes
@@ -21,6 +22,13 @@ MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    60
 def test_without_a_container_it_is_the_machines(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user\n"})
     assert memory_bytes(root) == 1000 * 1024 and free_memory_bytes(root) == 600 * 1024
+
+
+def test_a_system_that_does_not_tell_what_is_free_is_taken_to_have_a_half(tmp_path: Path) -> None:
+    """As macOS, which has no /proc: a laptop of 4 GB must not get a cache of 4 GB."""
+    total = memory_bytes(tmp_path)
+    assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert free_memory_bytes(tmp_path) == total // 2
 
 
 def test_the_narrowest_group_counts_and_its_page_cache_is_free(tmp_path: Path) -> None:

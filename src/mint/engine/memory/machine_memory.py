@@ -36,6 +36,9 @@ MIN_PART_BYTES = 1 << 19
 
 PART_ALIGNMENT = 64
 
+FREE_SHARE = 2
+"""Where the system does not tell what is free, one part in so many of its memory is."""
+
 
 class HugePages:
     """Hands out parts of blocks on pages of 2 MB, where the system has them."""
@@ -86,10 +89,13 @@ def memory_bytes(root: Path = ROOT) -> int | None:
 def free_memory_bytes(root: Path = ROOT) -> int | None:
     """The memory that this process could still take without swapping; None if unknown.
 
-    Counts files in the page cache as free, as the kernel does.
+    Counts files in the page cache as free, as the kernel does. A system that does not tell (macOS) is taken to have
+    a half of its memory free.
     """
     found = [limit - used for limit, used in _groups(root)]
-    available = _meminfo(root).get("MemAvailable")
+    available, total = _meminfo(root).get("MemAvailable"), memory_bytes(root)
+    if available is None and total is not None:
+        available = total // FREE_SHARE
     if available is not None:
         found.append(available)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
