@@ -29,6 +29,8 @@
 | `MINT_SAMPLER_API_KEY` | the key that they ask for | unset |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `MINT_BATCH_INVARIANT` | on a GPU, a sampled row has the same bits in any batch; slower | off |
+| `MINT_GPU_OFF` | comma-separated fast paths that a GPU does not take (docs/gpu.md); other bits | none |
+| `MINT_DEVICE` | where torch computes: `cpu`, `cuda`, or `mps` on Apple | `cuda` if torch sees one, else `cpu` |
 | `MINT_INSTRUCTIONS` | vector instructions of the kernels in C; results depend on them in the last bits | the fastest |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
@@ -124,6 +126,17 @@ def _tensor_parallel(count: int) -> int:
     return count
 
 
+GPU_PATHS = ("logits", "flex", "triton", "fused", "capture", "experts", "captured-experts", "optimizer")
+"""The fast paths of a GPU that a user can switch off; `engine/cuda/fast_paths.py` says what they are."""
+
+
+def _gpu_paths(text: str) -> str:
+    for name in text.split(","):
+        if name.strip() not in ("", *GPU_PATHS):
+            raise ValueError(f"has {name.strip()!r}, which is none of {', '.join(GPU_PATHS)}")
+    return text
+
+
 TensorParallel = Annotated[int, AfterValidator(_tensor_parallel)]
 """How many processes compute each layer together."""
 
@@ -156,6 +169,8 @@ class Settings(BaseSettings):
     micro_batch_rows: int | None = Field(None, ge=1, le=1 << 20)
     native: bool | None = None
     batch_invariant: bool | None = None
+    gpu_off: Annotated[str, AfterValidator(_gpu_paths)] = ""
+    device: Literal["cpu", "cuda", "mps"] | None = None
     instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
     cluster: Cluster | None = None
     trainers: int = Field(2, ge=1, le=64)
@@ -200,6 +215,11 @@ class Settings(BaseSettings):
     def native_folder(self) -> Path | None:
         """`kernels_dir`, or None if mint's own kernels are switched off."""
         return None if self.native is False else self.kernels_dir
+
+    @property
+    def gpu_off_list(self) -> list[str]:
+        """`MINT_GPU_OFF` as a list."""
+        return [name for name in (part.strip() for part in self.gpu_off.split(",")) if name]
 
     @property
     def tag_list(self) -> list[str]:

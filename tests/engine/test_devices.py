@@ -3,21 +3,18 @@ numbers, stands for a GPU, so that a forgotten transfer shows without one."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from decoders import new_lora
 from engine_data import ADAM, CROSS_ENTROPY, random_data
+from one_device import META, OneDevice
 from small_models import write_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.model.config import Windows, read_decoder_config
@@ -29,34 +26,8 @@ from mint.engine.protocol import LoraSpec, MicroBatching
 from mint.engine.training_pass import run_pass
 from mint.models.folder import ModelFolder
 
-META = torch.device("meta")
 ALL = LoraSpec(rank=4, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
 FROZEN_UNEMBEDDING = LoraSpec(rank=4, seed=0, train_attn=True, train_mlp=True, train_unembed=False)
-COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses operations on tensors of several devices; counts copies between them, and gives ones for what is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        devices = [leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default and devices == ["meta"]:
-            self.counts["read"] += 1
-            return 1.0
-        if func is torch.ops.aten._to_copy.default and "device" in kwargs:
-            source, target = devices[0], torch.device(kwargs["device"]).type
-            if source != target:
-                self.counts["read" if target == "cpu" else "uploaded"] += 1
-            if (source, target) == ("meta", "cpu"):
-                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        elif func not in COPIES and len(set(devices)) > 1:
-            raise AssertionError(f"{func} of tensors on {devices}")
-        return func(*args, **kwargs)
 
 
 def test_the_guard_refuses_what_a_gpu_would() -> None:

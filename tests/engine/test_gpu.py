@@ -10,6 +10,7 @@ import torch
 from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import FAMILIES, write_model
 
+from mint.engine.cuda.capture import capture
 from mint.engine.protocol import StopRule
 from mint.engine.torch_engine import TorchEngine
 
@@ -77,3 +78,18 @@ def test_cuda_in_bfloat16_stays_near_float32_and_its_sampler_near_its_trainer(tm
     scored = narrow.sample([job(whole, weights_id="w", max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
     assert scored is not None
     assert np.abs(scored[len(prompt) :] - sample.logprobs).mean() <= 0.05
+
+
+def test_a_capture_that_fails_leaves_stream_and_memory_as_they_were() -> None:
+    x = torch.ones(1 << 20, device=GPU)
+    present, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    with pytest.raises(RuntimeError):
+        capture(lambda: x * float(x.sum()), pool=pool)  # it waits for the device
+    assert torch.cuda.current_stream() == present
+    graph, found = capture(lambda: x + 1, pool=torch.cuda.graph_pool_handle())
+    graph.replay()
+    assert float(found.sum()) == 2 << 20
+    reserved = torch.cuda.memory_reserved()
+    torch.empty(256 << 20, dtype=torch.uint8, device=GPU)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved

@@ -74,3 +74,12 @@ def test_a_run_goes_on_only_in_the_mode_that_it_was_trained_in() -> None:
     found = [base_numbers({"dtype": "bfloat16", "attention": name}) for name in ("flex", "batch-invariant", "native")]
     assert [own and own.get("MINT_BATCH_INVARIANT") for own in found] == ["0", "1", None]
     assert found[0] and found[1] and found[0]["MINT_NATIVE"] == found[1]["MINT_NATIVE"]
+
+
+def test_a_run_goes_on_only_with_the_fast_paths_of_a_gpu_that_it_was_trained_with() -> None:
+    settings = {"dtype": "bfloat16", "implementation": "mint", "attention": "torch", "gpu_off": "flex"}
+    found = base_numbers(settings)
+    assert found and found["MINT_GPU_OFF"] == "flex"
+    assert found["MINT_NATIVE"] == "1 (mint's kernels)"  # others of them are in use
+    on_a_cpu = base_numbers(settings | {"gpu_off": None})
+    assert on_a_cpu and "MINT_GPU_OFF" not in on_a_cpu and on_a_cpu["MINT_NATIVE"] == "0 (torch's kernels)"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from planted_paths import PLANTS
+from pydantic import ValidationError
 
-from mint.engine.cuda.fast_paths import EXPERTS, OPTIMIZER, Shapes, paths
+from mint.config import GPU_PATHS, Settings
+from mint.engine import devices
+from mint.engine.cuda.fast_paths import EXPERTS, INVARIANT, NAMES, OPTIMIZER, SETTING, Shapes, paths
 from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora
 from mint.engine.cuda.self_check import FastPath, PathSource, check_paths, judge, rounding_limit
+from mint.engine.devices import Device
 
 
 def test_every_planted_fault_is_found_and_named_and_sound_paths_beside_it_are_let_be() -> None:
@@ -61,6 +66,55 @@ def test_a_wrong_gradient_of_grouped_experts_is_found(
         verdicts = {path.case: judge(path, is_timed=False).fault for path in paths(asdict(shapes))}
         found.append([case for case, fault in verdicts.items() if fault])
     assert found == [[], [f"{rows} rows with a gradient" for rows in (1, 63, 65)]]
+
+
+def test_what_a_first_run_sets_up_is_no_fault_but_what_each_run_takes_is() -> None:
+    """As the workspaces that torch gives to cuBLAS on the streams of a capture, 32 MiB each on an H100."""
+    kept: list[torch.Tensor] = []
+
+    def sets_up() -> list[torch.Tensor]:
+        if not kept:
+            kept.append(torch.ones(60 << 20))
+        return [torch.ones(4)]
+
+    def takes() -> list[torch.Tensor]:
+        torch.ones(60 << 20)
+        return [torch.ones(4)]
+
+    found = [judge(FastPath("own", "", run, lambda: [torch.ones(4)], 0), is_timed=False) for run in (sets_up, takes)]
+    assert found[0].fault is None and "it needed 2" in (found[1].fault or "")
+
+
+def test_a_path_whose_time_is_its_price_is_not_judged_by_it() -> None:
+    def slow() -> list[torch.Tensor]:
+        time.sleep(0.02)
+        return [torch.ones(4)]
+
+    faults = [
+        judge(FastPath("own", "", slow, lambda: [torch.ones(4)], 0, is_timed), is_timed=True).fault
+        for is_timed in (True, False)
+    ]
+    assert "where plain operations take" in (faults[0] or "") and faults[1] is None
+
+
+def test_every_path_but_the_batch_invariant_one_can_be_switched_off_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "_has_triton", lambda: True)
+    assert set(SETTING) == set(NAMES) - {INVARIANT} and tuple(SETTING.values()) == GPU_PATHS
+    for off, expected in (((), "none"), (("fused", "capture", "flex"), "flex,fused")):
+        device = Device("cuda", None, gpu_kernels=True, gpu_off=off)
+        assert device.paths_off == expected
+        assert set(device.switched_off.values()) == ({"MINT_GPU_OFF"} if off else set())
+        assert device.fuses_optimizer
+    assert not Device("cuda", None, gpu_kernels=True, gpu_off=("optimizer",)).fuses_optimizer
+    assert not Device("cuda", None, gpu_kernels=False).fuses_optimizer
+    monkeypatch.setattr(devices, "_has_triton", lambda: False)
+    assert Device("cuda", None, gpu_kernels=True).paths_off == "fused"
+    assert Device("cpu", None, gpu_kernels=True, gpu_off=("flex",)).paths_off is None
+    with pytest.raises(ValidationError, match="which is none of logits, flex"):
+        Settings(gpu_off="flex,flax")
+    assert Settings(gpu_off=" flex, fused").gpu_off_list == ["flex", "fused"]
 
 
 def _products(terms: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,7 +53,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
             "trains on CPUs alone so far, and this machine has a GPU",
             field="cluster",
             value=settings.cluster,
-            remedy="Leave it out; or set CUDA_VISIBLE_DEVICES= to train on the CPU",
+            remedy="Leave it out; or set MINT_DEVICE=cpu to train on the CPU",
         )
     make_record = logging.getLogRecordFactory()
     from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import

@@ -178,6 +178,8 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "recompute": settings.recompute,
         "offload_activations": settings.offload_activations,
         "batch_invariant": settings.batch_invariant,
+        "gpu_off": tuple(settings.gpu_off_list) or None,
+        "device": settings.device,
         "micro_batch_rows": settings.micro_batch_rows,
         "chunked": None if settings.tensor_parallel is None else True,
     }

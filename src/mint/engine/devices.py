@@ -6,6 +6,7 @@ A choice is a function of device, dtype, the base's widths, and what is installe
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,21 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM, FlexPackedAttention
-from mint.engine.cuda.fast_paths import CAPTURE, EXPERTS, FLEX, FUSED, INVARIANT, OPTIMIZER, TRITON, Shapes
+from mint.engine.cuda.fast_paths import (
+    CAPTURE,
+    CAPTURED_EXPERTS,
+    EXPERTS,
+    FLEX,
+    FUSED,
+    INVARIANT,
+    LOGITS,
+    OPTIMIZER,
+    SETTING,
+    TRAINED,
+    TRITON,
+    TRITONS,
+    Shapes,
+)
 from mint.engine.cuda.graph_step import StepGraphs, StepKernels, StepMixture
 from mint.engine.cuda.invariant_operations import InvariantOperations
 from mint.engine.cuda.operations import CudaOperations, FlexOperations, TrainingPasses
@@ -48,10 +63,12 @@ class Device:
         *,
         gpu_kernels: bool,
         batch_invariant: bool = False,
+        gpu_off: Collection[str] = (),
     ) -> None:
         """`name` as torch names devices; None: the GPU, if there is one. `native` are kernels in C for a CPU, or the
-        folder to compile them in. Without `gpu_kernels` a GPU runs plain operations of torch. If it is
-        `batch_invariant`, a sampled row on a GPU has the same bits in any batch, as it has on a CPU.
+        folder to compile them in. Without `gpu_kernels` a GPU runs plain operations of torch; those of the fast paths
+        that `gpu_off` names (`SETTING`) it does not take. If it is `batch_invariant`, a sampled row on a GPU has
+        the same bits in any batch, as it has on a CPU.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -60,22 +77,18 @@ class Device:
         self._gpu_kernels = gpu_kernels
         self._invariant = batch_invariant and self.torch.type == "cuda"
         self._verdicts: dict[Shapes, list[Verdict]] = {}
-        self.switched_off: dict[str, str] = {}
-        """The fast paths that failed the self-check of a base model, and why. No base model takes them from then on."""
+        self.switched_off = {path: "MINT_GPU_OFF" for path, name in SETTING.items() if self.is_gpu and name in gpu_off}
+        """The fast paths that failed the self-check of a base model, or that the user does not want, and why. No base
+        model takes them from then on."""
         self._kernels = None if native is None or self.torch.type != "cpu" else _native_kernels(native)
 
-    def check(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def check(self, config: DecoderConfig | None, dtype: torch.dtype) -> None:
         """Compares the fast paths that a base model would take with plain operations, in a process of its own; on a CPU
-        there is nothing to check. Those that fail are switched off and named in the log."""
-        if not self.is_gpu or not self._gpu_kernels:
+        there is nothing to check. Those that fail are switched off and named in the log. The `config` is None where
+        transformers computes the model, which takes the optimizer alone."""
+        names = self._paths_of(config, dtype)
+        if not names:
             return
-        names = [OPTIMIZER]
-        if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
-            names.append(FLEX)
-        if _has_triton():
-            names += [TRITON, FUSED, CAPTURE, *([INVARIANT] if self._invariant else [])]
-            if config.experts_of(config.num_hidden_layers - 1) is not None:
-                names.append(EXPERTS)
         shapes = Shapes.of(config, dtype, str(self.torch), names)
         if shapes not in self._verdicts:
             self._verdicts[shapes] = check_paths(shapes.source, is_timed=True)
@@ -91,14 +104,43 @@ class Device:
                 verdict.fault,
             )
 
+    def _paths_of(self, config: DecoderConfig | None, dtype: torch.dtype) -> list[str]:
+        """The fast paths that such a base model would take, and the user wants."""
+        if not self.is_gpu or not self._gpu_kernels:
+            return []
+        names = [OPTIMIZER]
+        if config is not None:
+            if dtype == torch.bfloat16:
+                names.append(LOGITS)
+            if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
+                names.append(FLEX)
+            names += [TRITON, FUSED, CAPTURE, *([INVARIANT] if self._invariant else [])]
+            if _has_experts(config):
+                names += [EXPERTS, CAPTURED_EXPERTS]
+        has_triton = _has_triton()
+        return [
+            name
+            for name in names
+            if (has_triton or name not in TRITONS) and self.switched_off.get(name) != "MINT_GPU_OFF"
+        ]
+
     def _takes(self, *paths: str) -> bool:
         """Whether these fast paths may be used."""
         return self.is_gpu and self._gpu_kernels and not any(path in self.switched_off for path in paths)
 
     @property
+    def paths_off(self) -> str | None:
+        """The `MINT_GPU_OFF` that takes the paths of training which are taken now; None where there is no choice."""
+        if not self.is_gpu or not self._gpu_kernels:
+            return None
+        is_there = _has_triton()
+        found = [SETTING[path] for path in TRAINED if path in self.switched_off or (path in TRITONS and not is_there)]
+        return ",".join(sorted(found)) or "none"
+
+    @property
     def fuses_optimizer(self) -> bool:
         """Whether an optimizer step is one kernel."""
-        return self.is_gpu and OPTIMIZER not in self.switched_off
+        return self._takes(OPTIMIZER)
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -140,7 +182,9 @@ class Device:
 
     @property
     def is_present(self) -> bool:
-        """Whether this machine has it."""
+        """Whether torch sees it in this machine."""
+        if self.torch.type == "mps":
+            return torch.backends.mps.is_available()
         return not self.is_gpu or torch.cuda.is_available()
 
     @property
@@ -154,9 +198,9 @@ class Device:
     @property
     def memory_bytes(self) -> int | None:
         """The memory of the device; None if unknown."""
-        if self.torch.type == "cpu":
-            return memory_bytes()
-        return torch.cuda.get_device_properties(self.torch).total_memory if self.is_gpu else None
+        if self.is_gpu:
+            return torch.cuda.get_device_properties(self.torch).total_memory
+        return memory_bytes()  # Apple's GPUs have the memory of the machine
 
     def runs(self, config: DecoderConfig) -> bool:
         """Whether mint's own decoder is the faster choice for such a model here. Its delta nets go row by row, which a
@@ -178,9 +222,15 @@ class Device:
                 return self._invariant_operations(dtype, activation)
             kernels = self._step_kernels() if _has_experts(config) and self._takes(TRITON, EXPERTS) else None
             fused = self._fused_passes() if self._takes(FUSED) else None
-            if self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
-                return FlexOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
-            return CudaOperations(dtype, self.torch, activation, expert_kernels=kernels, fused=fused)
+            has_flex = self._takes(FLEX) and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks
+            return (FlexOperations if has_flex else CudaOperations)(
+                dtype,
+                self.torch,
+                activation,
+                expert_kernels=kernels,
+                fused=fused,
+                wide_products=self._takes(LOGITS),
+            )
         return TorchOperations(dtype, self.torch, activation)
 
     def _invariant_operations(self, dtype: torch.dtype, activation: Activation) -> Operations:
@@ -206,7 +256,8 @@ class Device:
             return StepGraphs(
                 decoder, cache, InvariantKernels(), capture=self._takes(CAPTURE), draw_rows_at_once=self._draw_rows
             )
-        kernels = self._step_kernels() if self._takes(TRITON, CAPTURE) and _fits_graphs(decoder) else None
+        paths = [TRITON, CAPTURE, *([CAPTURED_EXPERTS] if decoder.mixtures else [])]
+        kernels = self._step_kernels() if self._takes(*paths) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
 
     def _fused_passes(self) -> TrainingPasses | None:

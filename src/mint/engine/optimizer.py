@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mint.engine.protocol import AdamSpec
 from mint.engine.reductions.gradient_norm import gradient_norm, older_gradient_norm
+from mint.engine.transfers import for_float64
 
 
 @dataclass
@@ -58,8 +59,8 @@ def step_adam(
         advance = _advance_fused if fused else _advance
         updated, moved = advance(weights, gradient, state, adam)
         finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
-        distance = torch.linalg.vector_norm(updated - weights, dtype=torch.float64)
-        is_finite, distance = torch.stack([finite.double(), distance]).tolist()
+        distance = torch.linalg.vector_norm(for_float64(updated - weights), dtype=torch.float64)
+        is_finite, distance = torch.stack([for_float64(finite).double(), distance]).tolist()
         skipped = not is_finite
         if not skipped:
             update_norm = distance

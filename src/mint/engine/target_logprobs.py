@@ -19,7 +19,7 @@ from torch import Tensor
 from mint.engine.lora import UNEMBED, LoraRows
 from mint.engine.model.functions import exponentials
 from mint.engine.model.operations import Operations
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 MIN_CHUNK_ROWS = 192
 """Logits are never computed for fewer rows at once: each chunk reads the whole unembedding, and products of more rows

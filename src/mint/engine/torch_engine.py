@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +87,7 @@ class TorchEngine:
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
         batch_invariant: bool = False,
+        gpu_off: Collection[str] = (),
         implementation: Literal["mint", "transformers"] | None = None,
         quantize: Quantization | None = None,
         chunked: bool = False,
@@ -104,7 +105,8 @@ class TorchEngine:
         gradient; None: by the memory of the device. `native` are kernels in C for a CPU, or the folder where they are
         compiled and cached; None uses torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain
         operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels. With `batch_invariant` a sampled
-        row on a GPU has the same bits in any batch, as it has on a CPU. `implementation` is what computes base models:
+        row on a GPU has the same bits in any batch, as it has on a CPU. `gpu_off` names fast paths that a GPU does not
+        take (`SETTING` in `cuda/fast_paths.py`). `implementation` is what computes base models:
         by default mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the
         frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone. With
         `chunked` the layers of base models are cut into fixed chunks, which `peers` may divide: other last bits, the
@@ -112,10 +114,17 @@ class TorchEngine:
         calls that train.
 
         Raises:
-            InvalidRequestError: `chunked` on a GPU, or with `quantize`.
+            InvalidRequestError: this machine lacks the device; `chunked` on a GPU, or with `quantize`.
             MissingExtraError: native kernels are required and cannot be compiled.
         """
-        self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant)
+        self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant, gpu_off=gpu_off)
+        if not self._device.is_present:
+            raise InvalidRequestError(
+                f"is not in this machine, or torch {torch.__version__} does not see it",
+                field="MINT_DEVICE",
+                value=str(self._device.torch),
+                remedy="Unset it to compute on what torch sees, or install a build of torch for this device",
+            )
         self._dtype = self._device.default_dtype if dtype is None else DTYPES[dtype]
         if threads is not None:
             torch.set_num_threads(threads)
@@ -125,12 +134,13 @@ class TorchEngine:
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
         self._chunked = chunked
-        if chunked and (self.uses_gpu or quantize is not None):
+        is_cpu = self._device.torch.type == "cpu"
+        if chunked and (not is_cpu or quantize is not None):
             raise InvalidRequestError(
                 "cuts layers of float32 or bfloat16 into chunks, on a CPU",
                 field="tensor_parallel",
-                value="a GPU" if self.uses_gpu else f"MINT_QUANTIZE={quantize}",
-                remedy="Leave it out; or unset MINT_QUANTIZE, and set CUDA_VISIBLE_DEVICES= on a machine with a GPU",
+                value=f"MINT_QUANTIZE={quantize}" if is_cpu else "a GPU",
+                remedy="Leave it out; or unset MINT_QUANTIZE, and set MINT_DEVICE=cpu on a machine with a GPU",
             )
         self._peers = peers
         self._bases: dict[str, BaseModel] = {}

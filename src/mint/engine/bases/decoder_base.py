@@ -99,6 +99,7 @@ class DecoderBase(BaseModel):
             "instructions": operations.instructions,
             "kernels": operations.kernels_digest,
             "switched_off": dict(device.switched_off),
+            "gpu_off": device.paths_off,
             "batch_invariant": device.is_batch_invariant,
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),

@@ -48,6 +48,7 @@ class TransformersBase(BaseModel):
         Raises:
             InvalidRequestError: transformers cannot load the folder.
         """
+        device.check(None, dtype)
         operations = device.operations_beside_modules(dtype)
         self._decoder = decoder = TransformersDecoder(folder, operations)
         self._counters = dict.fromkeys(COUNTERS, 0)
@@ -72,6 +73,8 @@ class TransformersBase(BaseModel):
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device.torch),
+            "switched_off": dict(device.switched_off),
+            "gpu_off": device.paths_off,
             "threads": torch.get_num_threads(),
             "micro_batch_rows": micro_batching.rows,
             "activation_mib": budget >> 20,

@@ -32,7 +32,7 @@ from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import LayerSource
 from mint.engine.packing import MicroBatch, pack, pack_padded
 from mint.engine.protocol import LoraSpec, TrainDatum
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor

@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 TILE = 128
 """Rows of queries and of keys in a tile. Work is skipped tile by tile."""
@@ -38,9 +38,9 @@ TILE = 128
 MIN_HEAD_DIM = 16
 """FlexAttention's kernels have no narrower heads."""
 
-MAX_COMPILED = 64
+MAX_COMPILED = 1024
 """Kernels that torch may compile in one process: padded sizes times base models, with and without a backward. Its own
-limit of 8 would refuse the ninth."""
+limits would refuse the ninth of a thread, and the 257th."""
 
 
 class FlexPackedAttention:
@@ -178,7 +178,8 @@ def compiled_attention() -> Callable[..., object]:
 
     config: Any = torch._dynamo.config  # its types say that settings keep their first values
     # A thread has settings of its own, and begins with torch's.
-    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, limit, max(getattr(config, limit), MAX_COMPILED))
     return _compiled()
 
 

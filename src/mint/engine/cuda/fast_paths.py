@@ -16,18 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.cuda.attention import FlexPackedAttention
+from mint.engine.cuda.capture import capture
 from mint.engine.cuda.graph_step import FIRST_PAGE, SPLIT_PAGES, StepContext, StepKernels
 from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora, tile_pairs, trained_tile_rows
 from mint.engine.cuda.guarded_memory import GuardedMemory
 from mint.engine.cuda.invariant_operations import InvariantPackedAttention, RowKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
-from mint.engine.cuda.operations import TrainingPasses
+from mint.engine.cuda.operations import TrainingPasses, WideUnembedding
 from mint.engine.cuda.plain_kernels import PlainKernels
 from mint.engine.cuda.self_check import FastPath, PathSource, rounding_limit
 from mint.engine.drawing.device_draw import RULES, draw_rows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
-from mint.engine.model.linear import DenseMatrix
+from mint.engine.model.linear import DenseMatrix, Float32Product
+from mint.engine.model.operations import Attention
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import AttentionWeights
@@ -38,9 +40,29 @@ from mint.engine.sampling.kv_cache import side_by_side
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
 EXPERTS, FUSED, INVARIANT = "grouped experts", "fused passes", "batch-invariant kernels"
-NAMES = (FLEX, TRITON, FUSED, CAPTURE, EXPERTS, OPTIMIZER, INVARIANT)
+CAPTURED_EXPERTS, LOGITS = "captured experts", "logits of bfloat16 products"
+NAMES = (LOGITS, FLEX, TRITON, FUSED, CAPTURE, EXPERTS, CAPTURED_EXPERTS, OPTIMIZER, INVARIANT)
+TRAINED = (LOGITS, FLEX, FUSED, EXPERTS, OPTIMIZER)
+"""The paths of training, on which its last bits depend."""
 
-RANK = 16
+SETTING = {
+    LOGITS: "logits",
+    FLEX: "flex",
+    TRITON: "triton",
+    FUSED: "fused",
+    CAPTURE: "capture",
+    EXPERTS: "experts",
+    CAPTURED_EXPERTS: "captured-experts",
+    OPTIMIZER: "optimizer",
+}
+"""How `MINT_GPU_OFF` names a path."""
+
+TRITONS = (TRITON, FUSED, CAPTURE, CAPTURED_EXPERTS, INVARIANT)
+"""The paths that need Triton."""
+
+RANK, WIDE_RANK = 16, 144
+"""Of a lora; the second is more than a kernel adds at a time, and no multiple of that."""
+
 SLOTS = 3
 """The lora of each tile of rows: the first tile has the last lora, the next has none, the third has the first lora."""
 
@@ -102,8 +124,11 @@ class Shapes:
     expert_inner: int = 256
 
     @classmethod
-    def of(cls, config: DecoderConfig, dtype: torch.dtype, device: str, names: Sequence[str]) -> Shapes:
-        """Those of a base model; `names` are the paths that it would take."""
+    def of(cls, config: DecoderConfig | None, dtype: torch.dtype, device: str, names: Sequence[str]) -> Shapes:
+        """Those of a base model; `names` are the paths that it would take. Without a `config`, any."""
+        own_dtype = str(dtype).removeprefix("torch.")
+        if config is None:
+            return cls.usual(own_dtype, device, names)
         mixture = config.experts_of(config.num_hidden_layers - 1)
         own = (
             {}
@@ -124,11 +149,16 @@ class Shapes:
             eps=config.rms_norm_eps,
             biased=config.family.qkv_bias,
             normed=config.family.head_norms,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=own_dtype,
             device=device,
             names=tuple(names),
             **own,
         )
+
+    @classmethod
+    def usual(cls, dtype: str, device: str, names: Sequence[str]) -> Shapes:
+        """Those of Qwen3-0.6B."""
+        return cls(1024, 3072, 16, 8, 128, 1, 1e-6, True, True, dtype=dtype, device=device, names=tuple(names))
 
     @property
     def source(self) -> PathSource:
@@ -139,6 +169,8 @@ class Shapes:
 def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
     """The paths of `Shapes` that came as JSON."""
     shapes = Shapes(**argument)
+    if LOGITS in shapes.names:
+        yield from _logits(shapes)
     if FLEX in shapes.names:
         yield from _attention(shapes)
     if TRITON in shapes.names:
@@ -151,7 +183,9 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
 
         yield from fused_paths(shapes, FusedPasses(), ROWS)
     if CAPTURE in shapes.names:
-        yield from _captured(shapes)
+        from mint.engine.cuda.kernels import TritonKernels
+
+        yield from _captured(shapes, TritonKernels())
     if INVARIANT in shapes.names:
         from mint.engine.cuda.fused_passes import FusedPasses
         from mint.engine.cuda.invariant_kernels import InvariantKernels
@@ -161,6 +195,8 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         yield from company_paths(shapes, kernels, kernels, FusedPasses())
     if EXPERTS in shapes.names:
         yield from _experts(shapes)
+    if CAPTURED_EXPERTS in shapes.names:
+        yield from _captured_experts(shapes)
     if OPTIMIZER in shapes.names:
         yield from _optimizer(shapes)
 
@@ -176,20 +212,49 @@ def _dtype(shapes: Shapes) -> torch.dtype:
 
 
 def _attention(shapes: Shapes) -> Iterator[FastPath]:
-    """Forward and gradient of packed rows."""
+    """Forward and gradient of packed rows, and the forward of prefill, which torch compiles apart. The masks are made
+    by the first run, as by the first layer of a pass."""
     dtype, device = _dtype(shapes), torch.device(shapes.device)
     total = shapes.query_heads + 2 * shapes.kv_heads
 
-    def run(kind: type[FlexPackedAttention] | type[PackedAttention], spans: list[Span]) -> list[Tensor]:
-        heads = _random(shapes, spans[-1].stop, total, shapes.head_dim, seed=1, dtype=dtype).requires_grad_()
-        out = kind(attention_blocks(spans), shapes.query_heads, shapes.kv_heads, device)(0, heads)
+    def ways(
+        spans: list[Span], run: Callable[[Attention, list[Span]], list[Tensor]]
+    ) -> list[Callable[[], list[Tensor]]]:
+        sizes = attention_blocks(spans), shapes.query_heads, shapes.kv_heads, device
+        made = [cache(partial(kind, *sizes)) for kind in (FlexPackedAttention, PackedAttention)]
+        return [lambda own=own: run(own(), spans) for own in made]
+
+    def heads_of(spans: list[Span]) -> Tensor:
+        return _random(shapes, spans[-1].stop, total, shapes.head_dim, seed=1, dtype=dtype)
+
+    def train(attention: Attention, spans: list[Span]) -> list[Tensor]:
+        heads = heads_of(spans).requires_grad_()
+        out = attention(0, heads, None)
         out.backward(_random(shapes, *out.shape, seed=2, dtype=dtype))
         return [out.detach(), *([] if heads.grad is None else [heads.grad])]
 
+    def prefill(attention: Attention, spans: list[Span]) -> list[Tensor]:
+        with torch.inference_mode():
+            return [attention(0, heads_of(spans), None).clone()]
+
     for case, spans in SPANS.items():
-        ways = partial(run, FlexPackedAttention, spans), partial(run, PackedAttention, spans)
-        terms = spans[-1].stop + shapes.head_dim
-        yield FastPath(FLEX, case, *ways, rounding_limit(dtype, terms=terms, roundings=ATTENTION_ROUNDINGS, tf32=True))
+        for words, run in (("", train), (", without a gradient", prefill)):
+            terms = spans[-1].stop + shapes.head_dim
+            limit = rounding_limit(dtype, terms=terms, roundings=ATTENTION_ROUNDINGS, tf32=True)
+            fast, plain = ways(spans, run)
+            yield FastPath(FLEX, case + words, fast, plain, limit)
+
+
+def _logits(shapes: Shapes) -> Iterator[FastPath]:
+    """The unembedding in bfloat16, whose sums are not rounded."""
+    weight = _random(shapes, VOCABULARY, shapes.hidden, seed=1, dtype=torch.bfloat16) / math.sqrt(shapes.hidden)
+    for count in ROWS:
+        x = _random(shapes, count, shapes.hidden, seed=2, dtype=torch.bfloat16).float()
+        fast, plain = (
+            lambda own=own, x=x: [own.product(x)] for own in (WideUnembedding(weight), Float32Product(weight))
+        )
+        limit = rounding_limit(torch.float32, terms=shapes.hidden, tf32=True)
+        yield FastPath(LOGITS, f"{count} rows", fast, plain, limit)
 
 
 def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int]) -> Iterator[FastPath]:
@@ -203,7 +268,7 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
         "add": 1,
     }
     for count in counts:
-        for rank in (0, RANK):
+        for rank in (0, RANK, WIDE_RANK) if count == counts[-1] else (0, RANK):
             for name, run in _kernel_runs(shapes, count, rank).items():
                 if (rank and name not in WITH_LORA) or (not rank and name == "shrink"):
                     continue
@@ -273,7 +338,8 @@ def _head_runs(shapes: Shapes, count: int) -> dict[str, Callable[[TrainingPasses
 def invariant_paths(
     shapes: Shapes, kernels: RowKernels, counts: Sequence[int], layouts: Mapping[str, list[Span]] = SPANS
 ) -> Iterator[FastPath]:
-    """The batch-invariant product for `counts` of rows, and attention in `layouts`, in guarded memory."""
+    """The batch-invariant product for `counts` of rows, and attention in `layouts`, in guarded memory. Who asks for the
+    same bits in any batch accepts what they cost, so times are not judged."""
     dtype = _dtype(shapes)
     weight = _random(shapes, shapes.inner, shapes.hidden, seed=1, dtype=dtype) / math.sqrt(shapes.hidden)
     for count in counts:
@@ -284,7 +350,7 @@ def invariant_paths(
                 lambda x=x, r=rounded: [F.linear(x.float(), weight.float()).to(r), torch.tensor(0)],
             )
             limit = rounding_limit(rounded, terms=shapes.hidden)
-            yield FastPath(INVARIANT, f"product to {rounded}, {count} rows", *ways, limit)
+            yield FastPath(INVARIANT, f"product to {rounded}, {count} rows", *ways, limit, is_timed=False)
     for case, spans in layouts.items():
         heads = _heads_of(shapes, spans[-1].stop)
         ways = (
@@ -292,7 +358,7 @@ def invariant_paths(
             lambda spans=spans, heads=heads: [*_attended(shapes, spans, heads, None), torch.tensor(0)],
         )
         limit = rounding_limit(dtype, terms=spans[-1].stop + shapes.head_dim, roundings=2)
-        yield FastPath(INVARIANT, f"attention, {case}", *ways, limit)
+        yield FastPath(INVARIANT, f"attention, {case}", *ways, limit, is_timed=False)
 
 
 def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused: TrainingPasses) -> Iterator[FastPath]:
@@ -322,10 +388,12 @@ def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused
             INVARIANT,
             f"{name} in company",
             lambda run=run, batches=batches: [run(own)[own.index(ROW)] for own in batches],
-            lambda run=run, batches=batches: [run([ROW])[0] for _ in batches],  # as many, for the times
+            lambda run=run, batches=batches: [run([ROW])[0] for _ in batches],
             tolerance=0,
+            is_timed=False,
         )
-    yield FastPath(INVARIANT, "attention in company", *_attention_in_company(shapes, kernels), tolerance=0)
+    ways = _attention_in_company(shapes, kernels)
+    yield FastPath(INVARIANT, "attention in company", *ways, tolerance=0, is_timed=False)
 
 
 def _fused_heads(shapes: Shapes, fused: TrainingPasses, own: list[int], most: int) -> Tensor:
@@ -455,18 +523,20 @@ def _attention_weights(shapes: Shapes, width: int) -> AttentionWeights:
     )
 
 
-def _captured(shapes: Shapes) -> Iterator[FastPath]:
-    """A layer, and a draw, captured as a step is, and replayed on other contents of their inputs."""
+def _captured(shapes: Shapes, kernels: StepKernels) -> Iterator[FastPath]:
+    """A layer of these kernels, and a draw, captured as a step is, and replayed on other contents of their inputs."""
     dtype = _dtype(shapes)
     weight = _random(shapes, 2 * shapes.inner, shapes.hidden, seed=1, dtype=dtype) / math.sqrt(shapes.hidden)
+    norm = _random(shapes, shapes.hidden, seed=4)
 
-    def layer(x: Tensor) -> Tensor:
-        gate, up = F.linear(x, weight).chunk(2, -1)
-        return F.silu(gate) * up
+    def layer(own: StepKernels, x: Tensor) -> Tensor:
+        narrow = own.norm(x, norm, shapes.eps, dtype)[1]
+        return own.swiglu(own.linear(narrow, weight), None)[0]
 
-    batches = [_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 3)]
+    batches = [_random(shapes, 64, shapes.hidden, seed=seed) for seed in (2, 3)]
     limit = rounding_limit(dtype, terms=shapes.hidden, roundings=LAYER_ROUNDINGS)
-    yield FastPath(CAPTURE, "two replays", *_replays(layer, batches), limit)
+    fast, plain = _replays(partial(layer, kernels), batches, partial(layer, PlainKernels()))
+    yield FastPath(CAPTURE, "two replays", fast, plain, limit)
     rules = torch.ones(RULES, 64, dtype=torch.float64)
     rules[0] = torch.rand(64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     rules[2, ::2], rules[3, ::3] = 5, 0.8
@@ -476,23 +546,37 @@ def _captured(shapes: Shapes) -> Iterator[FastPath]:
     yield FastPath(CAPTURE, "draw", *ways, tolerance=0)
 
 
+def _captured_experts(shapes: Shapes) -> Iterator[FastPath]:
+    """A grouped product in a graph. On GPUs for which torch has no kernel for it, it reads sizes back, which cannot be
+    captured."""
+    dtype = _dtype(shapes)
+    weight = _random(shapes, shapes.experts, 2 * shapes.expert_inner, shapes.hidden, seed=1, dtype=dtype)
+    weight /= math.sqrt(shapes.hidden)
+    chosen = _random(shapes, 64, shapes.experts, seed=3).topk(shapes.experts_of_row).indices
+
+    def layer(x: Tensor) -> Tensor:
+        pairs = tile_pairs(chosen, shapes.experts)
+        wide = x.new_zeros(len(pairs.experts), x.shape[1])
+        wide.index_copy_(0, pairs.places.reshape(-1), x.repeat_interleave(shapes.experts_of_row, dim=0))
+        return F.grouped_mm(wide, weight.mT, offs=pairs.ends)[pairs.places]
+
+    batches = [_random(shapes, 64, shapes.hidden, seed=seed, dtype=dtype) for seed in (2, 4)]
+    limit = rounding_limit(dtype, terms=shapes.hidden)
+    yield FastPath(CAPTURED_EXPERTS, "two replays", *_replays(layer, batches), limit)
+
+
 def _replays(
-    function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]
+    function: Callable[[Tensor], Tensor],
+    batches: Sequence[Tensor],
+    plain: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
-    """`function` of each batch, by a graph and as it is."""
+    """`function` of each batch by a graph, and `plain` (None: the same) without one."""
     held = batches[0].clone()
+    uncaptured = plain or function
 
     @cache
     def captured() -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            function(held)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = function(held)
-        return graph, out
+        return capture(lambda: function(held), pool=torch.cuda.graph_pool_handle())
 
     def replayed() -> list[Tensor]:
         graph, out = captured()
@@ -503,7 +587,7 @@ def _replays(
             found.append(out.clone())
         return found
 
-    return replayed, lambda: [function(x) for x in batches]
+    return replayed, lambda: [uncaptured(x) for x in batches]
 
 
 def _experts(shapes: Shapes) -> Iterator[FastPath]:

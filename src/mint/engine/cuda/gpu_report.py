@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mint.engine.cuda.fast_paths import CAPTURE, FUSED, INVARIANT, NAMES, TRITON, Shapes
+from mint.engine.cuda.fast_paths import NAMES, TRITONS, Shapes
 from mint.engine.cuda.self_check import Verdict, check_paths
 from mint.errors import InvalidRequestError
 
@@ -45,12 +45,10 @@ def check_gpu(version: str) -> GpuReport:
             remedy="Look at nvidia-smi, and install a build of torch with CUDA",
         )
     has_triton = find_spec("triton") is not None
-    names = NAMES if has_triton else tuple(name for name in NAMES if name not in (TRITON, FUSED, CAPTURE, INVARIANT))
+    names = [name for name in NAMES if has_triton or name not in TRITONS]
     verdicts = {}
     for dtype in DTYPES:
-        widths = 1024, 3072, 16, 8, 128
-        shapes = Shapes(*widths, 1, 1e-6, biased=True, normed=True, dtype=dtype, device="cuda", names=names)
-        verdicts[dtype] = check_paths(shapes.source, is_timed=True)
+        verdicts[dtype] = check_paths(Shapes.usual(dtype, "cuda", names).source, is_timed=True)
     return GpuReport(_machine(version, has_triton=has_triton), verdicts)
 
 

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.cuda.capture import capture
 from mint.engine.cuda.lora_slots import MAX_SLOTS, TILE_ROWS, LoraPart, LoraSlots, common_spec
-from mint.engine.cuda.readback import Readback
 from mint.engine.drawing.device_draw import RULES, DrawRules, draw_rows
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
@@ -44,7 +44,7 @@ from mint.engine.model.weights import AttentionWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import DecodeStep
 from mint.engine.sampling.kv_cache import KVCache
-from mint.engine.upload import upload
+from mint.engine.transfers import Readback, upload
 
 log = logging.getLogger(__name__)
 
@@ -325,18 +325,9 @@ class StepGraphs:
         return draw_rows(logits, rules, is_restricted=shape.draws == "restricted", rows_at_once=self._draw_rows)
 
     def _record(self, shape: _Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Captures a graph. A run on a side stream comes first, because what libraries set up at a first call must not
-        be captured; the replay that follows writes the same keys and values again."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self._run(shape)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # One memory pool for all: the result of a graph is read before another graph is replayed.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            found = self._run(shape)
-        return graph, found
+        """Captures a graph; the replay that follows writes the same keys and values again. One memory pool for all: the
+        result of a graph is read before another graph is replayed."""
+        return capture(lambda: self._run(shape), pool=self._pool)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mint.engine.model.linear import DenseMatrix, Matrix, add_residual
 from mint.engine.model.operations import Attention
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import AttentionBlock
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 
 class RowKernels(Protocol):

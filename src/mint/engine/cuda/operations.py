@@ -16,7 +16,7 @@ from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.cuda.graph_step import StepKernels
 from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
 from mint.engine.model.config import Activation, DecoderConfig, Windows
-from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, add_residual
+from mint.engine.model.linear import Float32Product, LoraLinears, Matrix, add_residual
 from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
@@ -104,12 +104,14 @@ class CudaOperations(TorchOperations):
         memory_bytes: int | None = None,
         expert_kernels: StepKernels | None = None,
         fused: TrainingPasses | None = None,
+        wide_products: bool = True,
     ) -> None:
         """`memory_bytes` are those of a GPU that is not here, to plan for it. With `expert_kernels`, the experts of a
-        mixture are computed together where no gradient is needed. `fused` passes are taken where they compute the
-        activation."""
+        mixture are computed together. `fused` passes are taken where they compute the activation. `wide_products`:
+        whether products of bfloat16 may have float32 as results, for logits."""
         super().__init__(dtype, device, activation)
         self._expert_kernels = expert_kernels
+        self._wide_products = wide_products
         self._fused = fused
         self._fused_swiglu = fused if activation == "silu" else None
         total = memory_bytes or torch.cuda.get_device_properties(device).total_memory
@@ -196,7 +198,9 @@ class CudaOperations(TorchOperations):
 
     @override
     def unembedding(self, weight: Tensor) -> Matrix:
-        return DenseMatrix(weight) if weight.dtype == torch.float32 else _Unembedding(weight)
+        if weight.dtype == torch.float32 or not self._wide_products:
+            return super().unembedding(weight)
+        return WideUnembedding(weight)
 
 
 def _rotates_whole_heads(qkv: Tensor, cos: Tensor, joint_heads: int) -> bool:
@@ -216,7 +220,7 @@ class FlexOperations(CudaOperations):
         return FlexPackedAttention(blocks, query_heads, kv_heads, self.device, windows)
 
 
-class _Unembedding(Float32Product):
+class WideUnembedding(Float32Product):
     """A bfloat16 matrix whose products are summed and returned in float32; rows are rounded to bfloat16."""
 
     @override

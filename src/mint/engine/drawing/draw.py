@@ -20,7 +20,7 @@ from mint.engine.drawing.random_stream import uniform_of
 from mint.engine.drawing.token_masks import TokenMasks
 from mint.engine.model.functions import exponentials, row_blocks
 from mint.engine.model.operations import Operations
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 could not tell the difference."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from mint.engine.drawing.draw import GREEDY_BELOW
 from mint.engine.drawing.token_masks import MaskTable, TokenMasks
 from mint.engine.protocol import LogitRules, SampleJob
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.protocol import Grammar, GrammarState
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 TURN_S = 0.01
 """So long the thread works for one table before it looks for work of another."""

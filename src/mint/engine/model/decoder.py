@@ -58,7 +58,7 @@ from mint.engine.model.weights import (
 from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, state_spans
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.quantized.number_formats import Quantization
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 from mint.models.tensor_files import StoredTensor
 
 

@@ -34,7 +34,7 @@ from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import ALIGNED, DecoderConfig, DeltaNetConfig
 from mint.engine.model.weights import DeltaNetWeights
 from mint.engine.packing import StateSpans
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 CHUNK = 32
 """Rows whose states a backward keeps at once."""

@@ -38,7 +38,7 @@ from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 
 class TorchOperations:

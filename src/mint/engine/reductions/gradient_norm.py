@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.state_digest import BLOCK
+from mint.engine.transfers import for_float64
 
 
 def gradient_norm(gradient: Tensor) -> float:
@@ -22,6 +23,7 @@ def gradient_norm(gradient: Tensor) -> float:
 
 def square_sums(gradient: Tensor) -> list[float]:
     """For each block of 65,536 numbers the sum of their squares, in float64, where no square of a float32 overflows."""
+    gradient = for_float64(gradient)
     blocks = gradient.split(BLOCK)
     if gradient.device.type == "cpu":
         # With numpy: torch divides the sum over one long vector among its threads, which changes its last bits.
@@ -32,4 +34,4 @@ def square_sums(gradient: Tensor) -> list[float]:
 
 def older_gradient_norm(gradient: Tensor) -> float:
     """The norm as mint computed it while it summed micro-batches one after the other: for journals of that time."""
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(for_float64(gradient), dtype=torch.float64))

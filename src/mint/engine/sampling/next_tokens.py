@@ -14,6 +14,7 @@ from mint.engine.drawing.draw import Draw, logits_at, processed, take, without_r
 from mint.engine.drawing.token_masks import TokenMasks
 from mint.engine.protocol import NO_TOKEN
 from mint.engine.sampling.sequences import Sequences
+from mint.engine.transfers import for_float64
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 
@@ -43,6 +44,7 @@ class NextTokens:
 
 def next_tokens(draw: Draw, sequences: Sequences, slots: np.ndarray, rows: np.ndarray, logits: Tensor) -> NextTokens:
     """Draws for `slots` [N], from their `rows` [N] of the logits float32 [R, V], and adds the tokens to `sequences`."""
+    logits = for_float64(logits)
     own = sequences.of[slots]
     ruled = np.flatnonzero(own["ruled"])
     changing, masks = ruled, None

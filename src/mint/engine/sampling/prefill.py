@@ -19,7 +19,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.packing import Span, StateSpans, attention_blocks
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.state_cache import StateCache
-from mint.engine.upload import upload
+from mint.engine.transfers import upload
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mint.engine.drawing.random_stream import uniform
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.protocol import SampleJob, TokenTable
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding, row_slices, top_logprobs
+from mint.engine.transfers import for_float64
 
 DRAWS_FROM = 1 << 32
 """Draws within the prompt use the random streams of sample numbers from here on, which no sample has."""
@@ -98,7 +99,7 @@ def _draw(decoder: Unembedding, job: SampleJob, before: Tensor, loras: list[Lora
     uniforms = uniform(seeds, streams, np.repeat(np.arange(1, count + 1), draws)).reshape(count, draws)
     tokens, logprobs = np.zeros((count, draws), np.int64), np.zeros((count, draws), np.float32)
     for rows in row_slices(count, decoder.vocab_size, decoder.operations.logits_at_once):
-        logits = decoder.logits(before[rows], loras)
+        logits = for_float64(decoder.logits(before[rows], loras))
         chosen = draw_many(logits, uniforms[rows], job.temperature)
         tokens[rows] = chosen.cpu().numpy()
         logprobs[rows] = (logits.gather(1, chosen) - logits.logsumexp(1, keepdim=True)).cpu().numpy()

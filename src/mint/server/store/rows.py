@@ -28,6 +28,7 @@ BASE_NUMBERS = {
     "quantization": "MINT_QUANTIZE",
     "attention": "MINT_NATIVE",
     "instructions": "MINT_INSTRUCTIONS",
+    "gpu_off": "MINT_GPU_OFF",
     "tensor_chunks": "MINT_TENSOR_PARALLEL",
 }
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
@@ -77,7 +78,7 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
     """The variables that decide a base model's numbers, and the values that took effect; None if not known.
 
     Without `MINT_NATIVE` if the model runs in transformers, which has no kernels to choose; without `MINT_INSTRUCTIONS`
-    where no kernels in C compute, or an older mint wrote the row.
+    where no kernels in C compute, and `MINT_GPU_OFF` where those of a GPU do not, or where an older mint wrote the row.
     """
     if effective is None or "dtype" not in effective:
         return None
@@ -86,6 +87,9 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
     # Without the digest of the kernels' sources: a newer mint may have other kernels, as a newer torch has. Where their
     # bits differ, a replay finds it.
     values["instructions"] = effective.get("instructions")
+    values["gpu_off"] = effective.get("gpu_off")
+    if values["gpu_off"] is not None and effective.get("implementation") == "mint":
+        values["attention"] = _KERNELS["flex"]  # also where this path alone is off
     if effective.get("tensor_chunks"):  # any number of processes has these bits
         values["tensor_chunks"] = f"1 ({effective['tensor_chunks']} chunks)"
     found = {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
