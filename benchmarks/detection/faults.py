@@ -410,6 +410,9 @@ def fault(name: str, code: str, task: Callable[[], RLAdapter | MessageEnvAdapter
     return Fault(name, code, task, tuple(fields.items()), **own)
 
 
+CHANGES = "inconsistent_reward"
+"""True of every grader that changes from one held-out evaluation to the next."""
+
 FAULTS: tuple[Fault, ...] = (
     fault("every answer earns 0.5", "constant_reward", graded(lambda *_: 0.5), steps=4),
     fault("every answer is wrong", "no_learning_signal_all_wrong", graded(lambda *_: 0.0), steps=4),
@@ -426,8 +429,8 @@ FAULTS: tuple[Fault, ...] = (
     fault("learning rate 0.1", "learning_rate_too_high", learning_rate=0.1),
     fault("learning rate 1e-7", "learning_rate_too_low", learning_rate=1e-7, steps=9),
     fault("1 token", "truncation", max_tokens=1, steps=5),
-    fault("reward changes its sign", "reward_collapse", graded(sign_flips), also=("falling_reward",)),
-    fault("grader lets all pass from step 7", "reward_spike", graded(lets_all_pass)),
+    fault("reward changes its sign", "reward_collapse", graded(sign_flips), also=("falling_reward", CHANGES)),
+    fault("grader lets all pass from step 7", "reward_spike", graded(lets_all_pass), also=(CHANGES,)),
     fault("grader wants curt replies", "suspected_reward_hacking", Curt, steps=20, max_tokens=32),
     fault("grader counts letters", "suspected_reward_hacking", Wordy, steps=20, max_tokens=48),
     fault("brevity pays more than truth", "suspected_reward_hacking", BrevityForTopic, steps=20, max_tokens=32),
@@ -446,10 +449,18 @@ FAULTS: tuple[Fault, ...] = (
         steps=3,
         patched=("mint.rl.training.policy_update.rollout_datums", off_by_one),
     ),
-    fault("trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32),
-    fault("trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48),
+    fault(
+        "trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32,
+        also=(CHANGES,),
+    ),
+    fault(
+        "trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48,
+        also=(CHANGES,),
+    ),
     fault("no negative advantage", "server_warnings", trainer=OnlyPraise, steps=3),
-    fault("grader changes its mind", "no_progress", graded(changes_its_mind), steps=32, batch_size=16),
+    fault(
+        "grader changes its mind", "no_progress", graded(changes_its_mind), steps=32, batch_size=16, also=(CHANGES,),
+    ),
     fault("grader throws dice", "inconsistent_reward", Dice, steps=5),
     fault("advantages with the wrong sign", "falling_reward", trainer=WrongSign, steps=20, batch_size=16),
     fault("advantage function with the wrong sign", "reversed_advantages", steps=2, advantage=below_the_mean),

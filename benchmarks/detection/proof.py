@@ -120,7 +120,7 @@ GRADERS: tuple[tuple[str, str, Grade, int], ...] = (
     ("every completion earns 0", "no_learning_signal_all_wrong", lambda task, right, response: 0.0, 4),
     ("grader raises on a third", "grader_failures", raises_for_some, 3),
     ("grader throws a coin", "inconsistent_reward", lambda task, right, response: coin(next(_THROWN)), 6),
-    ("grader changes its mind", "no_progress", lambda task, right, response: coin(response, task.step), 32),
+    ("grader changes its mind", "inconsistent_reward", lambda task, right, response: coin(response, task.step), 32),
     ("reward is inverted from step 9 on", "reward_collapse", lambda task, right, response: right * (task.step < 9), 14),
 )
 """Name, code, grader, steps."""

@@ -428,6 +428,25 @@ def test_a_mismatch_on_the_same_weights_names_the_temperature_and_is_not_called_
     assert diagnose(bf16) == []
 
 
+def test_a_small_mismatch_of_a_sure_policy_is_judged_by_the_size_of_its_logprobs() -> None:
+    def differs(mean: float, share: float) -> list[str]:
+        numbers = {"mismatch/mean_abs_logprob_diff": mean, "mismatch/relative_logprob_diff": share}
+        return [finding.code for finding in diagnose(run(change=lambda step, _: numbers))]
+
+    assert differs(0.012, 0.4) == ["sampler_trainer_mismatch"]
+    assert differs(0.012, 0.05) == [], "rounding"
+    assert differs(0.001, 0.4) == [], "nothing to learn from"
+
+
+def test_logprobs_of_another_temperature_are_a_mismatch_however_small() -> None:
+    tempered = [(2, "temperature_logprobs: the logprobs look like those of sampling temperature 0.71")]
+    found = find(run(warnings=tempered), "sampler_trainer_mismatch")
+    assert (found.step, found.severity) == (2, "error")
+    assert "temperature 0.71" in found.evidence
+    asked = run(warnings=tempered, config={"logprobs_mode": "processed"})
+    assert "sampler_trainer_mismatch" not in at_the_end(asked), "the run asked for them"
+
+
 @pytest.mark.parametrize("numbers", [{"optim/skipped_nonfinite": 1.0}, {"train/loss": math.nan}])
 def test_a_skipped_step_is_an_error(numbers: dict[str, float]) -> None:
     record = run(change=lambda step, _: numbers if step == 7 else {})
@@ -519,6 +538,36 @@ def test_equal_texts_of_a_group_with_different_rewards_are_a_fault_of_the_grader
     assert diagnose(run(rollouts=consistent)) == []
     used_tools = [{**one, "tool_calls": 2} for one in same]
     assert diagnose(run(rollouts=used_tools)) == []
+
+
+def test_a_grader_that_changes_between_evaluations_is_named_by_replies_that_came_again() -> None:
+    def evaluations(changed: int) -> list[dict[str, Any]]:
+        """Three evaluations of 16 items with the same replies; the last grades `changed` of them otherwise."""
+        return [
+            {**reading(step, 0.5), "replies": {item: float(step == 40 and item < changed) for item in range(16)}}
+            for step in (0, 20, 40)
+        ]
+
+    finding = find(run(evaluations=evaluations(9)), "inconsistent_reward")
+    assert (finding.step, finding.severity) == (40, "error")
+    assert "of 16 texts" in finding.evidence and "9 earned" in finding.evidence
+    assert find(run(evaluations=evaluations(4)), "inconsistent_reward").severity == "warning"
+    assert "inconsistent_reward" not in at_the_end(run(evaluations=evaluations(1)))
+    greedy, sampled = (
+        evaluations(0)[0],
+        {**evaluations(0)[0], "temperature": 1.0, "replies": dict.fromkeys(range(16), 1.0)},
+    )
+    assert "inconsistent_reward" not in at_the_end(run(evaluations=[greedy, sampled])), "one step is no comparison"
+
+
+def test_a_reward_that_falls_from_the_start_is_so_named_though_a_window_lay_above_the_start_by_chance() -> None:
+    """The best of some twenty windows lies two standard errors above the start in one run of forty."""
+
+    def falling(step: int) -> float:
+        return 0.7 if step < 8 else max(0.02, 0.7 - 0.05 * (step - 8))
+
+    runs = (run(falling, seed=seed, steps=24, groups=8, config={"steps": 24}) for seed in range(40))
+    assert all("falling_reward" in {finding.code for finding in diagnose(record)} for record in runs)
 
 
 def test_a_few_failures_warn_and_many_are_an_error() -> None:

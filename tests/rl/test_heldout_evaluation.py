@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from scipy import stats
 from scripted_policy import ScriptedPolicy, tiny_tokenizer
 
 from mint.errors import RequestFailedError
-from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
+from mint.recipes.math import DEMO, MathAdapter
+from mint.rl import Group, Reward, RLAdapter, RLConfig, Rollout, Turn, run_grpo
+from mint.rl.analysis.run_analysis import diagnose_run
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.estimate import estimate, interval, pass_at_k, wilson
 from mint.rl.heldout_evaluation import evaluate, without_heldout
 from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.runs.log import RunLog
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 64), (1, 7), (32, 64), (64, 64), (487, 512), (1, 100_000)])
@@ -117,6 +121,32 @@ def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pas
     more = estimate(Sums(), groups * 4, completions=4, temperature=1.0)
     assert more.high - more.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25] * 4))
     assert reading.pass_at == pytest.approx({"1": 5 / 12, "2": (1 + 0 + 0.5) / 3, "4": 2 / 3})
+
+
+@pytest.mark.learns
+def test_a_grader_that_changes_between_the_evaluations_is_a_finding(tmp_path: Path) -> None:
+    class Changing(MathAdapter):
+        step = 0
+
+        def compute_reward(self, response: str, item: Any) -> Reward:
+            right = super().compute_reward(response, item).value
+            return Reward(right if self.step == 0 else 1 - right)
+
+        def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
+            self.step = step
+
+    settings: dict[str, Any] = {"steps": 1, "learning_rate": 0.0, "batch_size": 2, "group_size": 2, "heldout_size": 16}
+    found = {}
+    for name, task in {"changing": Changing(), "constant": MathAdapter()}.items():
+        run_dir = tmp_path / name
+        result = run_grpo(task, DEMO.changed(**settings, run_dir=run_dir, print_progress=False))
+        found[name] = [finding for finding in result.findings if finding.code == "inconsistent_reward"]
+        assert all("replies" not in row for row in RunLog(run_dir).read("evaluations.jsonl"))
+    assert found["constant"] == []
+    (finding,) = found["changing"]
+    assert (finding.severity, finding.step) == ("error", 1)
+    assert finding.numbers["different_rewards"] == finding.numbers["repeated_texts"] >= 16
+    assert finding.code in {one.code for one in diagnose_run(tmp_path / "changing")}
 
 
 def test_what_is_held_out_is_never_trained_on_however_often_it_occurs() -> None:

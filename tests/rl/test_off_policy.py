@@ -14,7 +14,10 @@ from digits_task import ManyDigits
 from mint.rl import RLConfig, run_grpo
 from mint.rl.config import CorrectionName
 from mint.rl.run_frame import ProgressHook
+from mint.rl.training.datums import policy_datum
 from mint.rl.training.off_policy import correction_factors, correction_metrics, truncated_by_default
+from mint.rl.training.policy_update import logprob_mismatch
+from mint.types import ForwardBackwardOutput, TensorData
 
 
 def reference(proximal: list[float], sampled: list[float], name: str, low: float, high: float) -> list[float]:
@@ -60,6 +63,19 @@ def test_metrics_are_those_of_all_tokens() -> None:
         "correction/masked_share": 0.25,
         "correction/max": 2.0,
     }
+
+
+def test_the_mismatch_is_measured_on_trained_tokens_and_as_a_share_of_their_logprobs() -> None:
+    datums = [
+        policy_datum([1, 2], [3, 4], logprobs_T=[-0.1, -0.5], advantages_T=np.ones(2)),
+        policy_datum([1], [5], logprobs_T=[-1.0], advantages_T=np.ones(1)),
+    ]
+    trainer = [np.array([-9.0, -0.2, -0.5], np.float32), np.array([-1.3], np.float32)]  # -9: of a prompt
+    outputs = [{"logprobs": TensorData.from_numpy(row)} for row in trainer]
+    found = logprob_mismatch(datums, ForwardBackwardOutput(loss_fn_outputs=outputs))
+    assert found["mismatch/max_abs_logprob_diff"] == pytest.approx(0.3)
+    assert found["mismatch/mean_abs_logprob_diff"] == pytest.approx(0.4 / 3)
+    assert found["mismatch/relative_logprob_diff"] == pytest.approx(0.4 / 2.0)
 
 
 def steps(*, resume: bool = False, on_progress: ProgressHook | None = None, **fields: Any) -> list[dict[str, float]]:

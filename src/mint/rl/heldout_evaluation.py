@@ -139,6 +139,7 @@ class HeldoutEvaluation:
         self.worker = worker
         self.items = items
         self.rows: list[dict[str, Any]] = run.log.read("evaluations.jsonl")
+        """As in the log; those of this process also have `replies`, of every item (`_graded_replies`)."""
         self.best_mean = -float("inf")
         self.best_checkpoint: str | None = None
 
@@ -166,6 +167,7 @@ class HeldoutEvaluation:
         sampling_client = trainer.save_weights_and_get_sampling_client(name=f"heldout-{when}-{step}")
         estimates = {}
         rows = []
+        replies = []
         for temperature in EVALUATION_TEMPERATURES:
             estimates[temperature], rollouts = evaluate(
                 self.worker,
@@ -174,6 +176,7 @@ class HeldoutEvaluation:
                 temperature=temperature,
                 completions=config.heldout_samples,
             )
+            replies.append(_graded_replies(rollouts))
             rows.append(
                 {
                     "step": step,
@@ -189,9 +192,19 @@ class HeldoutEvaluation:
             self.best_checkpoint = trainer.save_state(name="best", overwrite=True).result().path
             for row in rows:
                 row["checkpoint"] = self.best_checkpoint
-        self.rows += rows
+        self.rows += [{**row, "replies": of_row} for row, of_row in zip(rows, replies, strict=True)]
         self.run.record_evaluations(rows)
         return estimates
 
     def _example(self, rollout: Rollout) -> dict[str, Any]:
         return {"prompt": self.worker.tokenizer.decode(rollout.turns[0].prompt), **rollout_row(rollout)}
+
+
+def _graded_replies(rollouts: Sequence[Rollout]) -> dict[int, float]:
+    """The rewards that should depend on prompt and text alone, by a hash of the item's place, prompt and text: where it
+    comes again in another evaluation, the grader has seen the same."""
+    return {
+        hash((place, *rollout.turns[0].prompt, rollout.text, len(rollout.tokens), rollout.truncated)): rollout.reward
+        for place, rollout in enumerate(rollouts)
+        if rollout.reward is not None and len(rollout.turns) == 1 and not rollout.tool_calls
+    }

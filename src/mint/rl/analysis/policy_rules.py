@@ -50,6 +50,15 @@ CLIPPED_SHARE = 0.3
 MISMATCH_LOGPROB = 0.02
 """Mean |Δ logprob| of sampler and trainer with the same weights; bf16 stays below it, a wrong temperature does not."""
 
+TEMPERED = "temperature_logprobs:"
+"""Begins the server's warning (`server/worker/lint.py`)."""
+
+MISMATCH_SHARE = 0.15
+SMALL_MISMATCH = 0.002
+"""The same as a share of the mean |logprob|, from the second number on. A policy that is sure of most tokens has small
+logprobs, which a wrong temperature changes by little; rounding changes them by still less (by the logits' error times
+1 − p)."""
+
 TOO_LARGE_STEP = 3.0
 """The first-order gain of one step, in standard deviations of the reward (`first_order_gain`), above which the
 approximation is invalid. Measured on mint/tiny: 0.4 to 2 at a learning rate that learns (3e-3), 2 to 4 at one that
@@ -154,7 +163,7 @@ def off_policy_drift(view: StepView) -> Finding | None:
         f"the effective sample size is {ess:.0%}" if ess < ESS_SHARE else "",
         f"{clipped:.0%} of the tokens are beyond the clip range" if clipped > CLIPPED_SHARE else "",
     ]
-    if not any(reasons) or _mismatched(now):
+    if not any(reasons) or is_mismatched(now):
         return None
     staleness = metric(now, "staleness/mean")
     return Finding(
@@ -180,23 +189,42 @@ def _closer_to_the_sampler(config: Mapping[str, Any]) -> str:
 
 def sampler_trainer_mismatch(view: StepView) -> Finding | None:
     """With the same weights, the trainer computes other logprobs than the sampler."""
-    if not _mismatched(view.now):
+    tempered = _tempered(view)
+    if not is_mismatched(view.now) and tempered is None:
         return None
     difference = metric(view.now, "mismatch/mean_abs_logprob_diff")
+    share = metric(view.now, "mismatch/relative_logprob_diff")
+    in_parts = f", {share:.0%} of the mean |logprob|" if share else ""
     return Finding(
         "sampler_trainer_mismatch",
         "error",
         view.step,
         f"mean |Δ logprob| of sampler and trainer is {difference:.3g} with the same weights (largest "
-        f"{metric(view.now, 'mismatch/max_abs_logprob_diff'):.3g}); it should be 0, in bf16 at most {MISMATCH_LOGPROB}",
+        f"{metric(view.now, 'mismatch/max_abs_logprob_diff'):.3g}{in_parts})"
+        f"; it should be 0, in bf16 at most {MISMATCH_LOGPROB}, and a few percent of the mean |logprob|"
+        + (f"; {tempered}" if tempered is not None else ""),
         "Are the logprobs at temperature 1, not at the sampling temperature? Of these weights, not of older ones? Of "
         "the same tokens? If the difference cannot be removed, loss_fn_config={'tis_cap': 2} limits its effect",
-        {"mean_abs_logprob_diff": difference},
+        {"mean_abs_logprob_diff": difference, "relative_logprob_diff": share},
     )
 
 
-def _mismatched(now: StepMetrics) -> bool:
-    return metric(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
+def _tempered(view: StepView) -> str | None:
+    """The server's warning that the logprobs are those of another temperature, in a run that asked for the policy's.
+
+    It is found by the form of the difference, however small that is where the policy is sure of most tokens.
+    """
+    if view.config.get("logprobs_mode", "raw") != "raw" or metric(view.now, "staleness/max") > 0:
+        return None
+    return next((message for message in view.warnings if message.startswith(TEMPERED)), None)
+
+
+def is_mismatched(now: StepMetrics) -> bool:
+    """Whether sampler and trainer differ by more than rounding. A step whose sampler had older weights has no such
+    metrics."""
+    difference = metric(now, "mismatch/mean_abs_logprob_diff")
+    in_parts = metric(now, "mismatch/relative_logprob_diff")
+    return difference > MISMATCH_LOGPROB or (difference > SMALL_MISMATCH and in_parts > MISMATCH_SHARE)
 
 
 def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from mint.rl.analysis.policy_rules import ROSE_Z, TOO_LARGE_STEP, first_order_gain
+from mint.rl.analysis.policy_rules import ROSE_Z, TOO_LARGE_STEP, first_order_gain, is_mismatched
 from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW
 from mint.rl.analysis.step_statistics import best_window, metric, reward_change, reward_trend, reward_window
@@ -44,6 +44,10 @@ FALLING_STEPS = 10
 FALLING_Z = 3.0
 FALLING_SHARE = 0.15
 """A falling reward has lost this share of the reward's range, by so many standard errors of the trend."""
+
+HIGHER_Z = 2.5
+"""Standard errors by which the best window must lie above the start to say that the reward was higher once: one of many
+windows lies 2 above it by chance."""
 
 PROMPT_STEPS = 5
 """Steps whose prompts are counted."""
@@ -119,7 +123,7 @@ def _is_falling(view: StepView) -> bool:
     """Whether the reward falls along its trend, was never above its start, and no step was too large."""
     if len(view.metrics) < FALLING_STEPS or view.only_compares or view.config.get("curriculum"):
         return False
-    if int(view.config.get("max_staleness") or 0) == 0 and metric(view.now, "mismatch/mean_abs_logprob_diff") > 0.02:
+    if is_mismatched(view.now):
         return False
     trend = reward_trend(view.metrics)
     span = view.reward_ceiling - view.reward_floor
@@ -127,7 +131,7 @@ def _is_falling(view: StepView) -> bool:
         return False
     best = best_window(view.metrics, CHANGE_WINDOW)
     start = reward_window(view.metrics[:CHANGE_WINDOW])
-    if best is not None and best[1].above(start) >= RISING_Z:
+    if best is not None and best[1].above(start) >= HIGHER_Z:
         return False
     gains = [gain for step in view.metrics if (gain := first_order_gain(step, view.config)) is not None]
     return not gains or statistics.median(gains) < TOO_LARGE_STEP

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ LENGTH_ROLLOUTS = 64
 LENGTH_GROWTH = 1.5
 
 EQUAL_TEXTS = 8
-"""The fewest texts that must have occurred several times in one group."""
+"""The fewest texts that must have occurred several times."""
 
 DIFFERENT_SHARE = 0.05
 MANY_DIFFERENT = 0.25
@@ -211,11 +211,34 @@ def _parts_fall(view: StepView) -> Finding | None:
 
 def inconsistent_reward(view: StepView) -> Finding | None:
     """Equal completions of one prompt earn different rewards."""
+    return _differs_in_groups(view) or _differs_in_evaluations(view)
+
+
+def _differs_in_groups(view: StepView) -> Finding | None:
+    """Within a group. From step to step the reward may depend on the rest of the batch."""
     rewards: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for row in view.rows(HACK_STEPS):
         if row.get("reward") is not None and row.get("turns", 1) <= 1 and not row.get("tool_calls"):
             key = (row["step"], row["group"], row["text"], len(row["tokens"]), row.get("truncated"))
             rewards[key].append(row["reward"])
+    return _inconsistent(view, rewards, "occurred several times in one group")
+
+
+def _differs_in_evaluations(view: StepView) -> Finding | None:
+    """Among the replies to held-out items in evaluations of several steps. These are always the same items, each graded
+    alone, so that a grader that changes from step to step shows here."""
+    if not view.evaluations or int(view.evaluations[-1]["step"]) < view.step:
+        return None
+    by_step: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    for evaluation in view.evaluations:
+        for reply, reward in evaluation.get("replies", {}).items():
+            by_step[evaluation["set"], reply].setdefault(int(evaluation["step"]), reward)
+    rewards = {reply: [*of_steps.values()] for reply, of_steps in by_step.items()}
+    return _inconsistent(view, rewards, "answered a held-out item in several evaluations")
+
+
+def _inconsistent(view: StepView, rewards: Mapping[tuple[Any, ...], Sequence[float]], where: str) -> Finding | None:
+    """The finding, if many of the texts that came several times have unequal rewards."""
     repeated = [values for values in rewards.values() if len(values) > 1]
     different = sum(len(set(values)) > 1 for values in repeated)
     surely = wilson(different, len(repeated))[0]
@@ -225,7 +248,7 @@ def inconsistent_reward(view: StepView) -> Finding | None:
         "inconsistent_reward",
         "error" if surely >= MANY_DIFFERENT else "warning",
         view.step,
-        f"of {len(repeated)} texts that occurred several times in one group, {different} earned different rewards",
+        f"of {len(repeated)} texts that {where}, {different} earned different rewards",
         "Make the reward a function of the prompt and the completion: the policy cannot learn the rest of it",
         {"repeated_texts": float(len(repeated)), "different_rewards": float(different)},
     )

@@ -203,20 +203,25 @@ class PolicyTrainer:
 
 
 def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """|sampler − trainer| over the trained tokens, and the k3 estimate of their KL divergence: 0 where the weights to
-    train are those that sampled."""
-    differences = np.concatenate(
-        [
-            (result["logprobs"].to_numpy() - datum.loss_fn_inputs["logprobs"].to_numpy())[_is_trained(datum)]
-            for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
-        ]
-    ).astype(np.float64)
+    """|sampler − trainer| over the trained tokens, also as a share of the trainer's mean |logprob|, and the k3 estimate
+    of their KL divergence: 0 where the weights to train are those that sampled."""
+    pairs = [
+        (
+            result["logprobs"].to_numpy()[_is_trained(datum)],
+            datum.loss_fn_inputs["logprobs"].to_numpy()[_is_trained(datum)],
+        )
+        for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
+    ]
+    trainer_T, sampler_T = (np.concatenate(of).astype(np.float64) for of in zip(*pairs, strict=True))
+    differences = trainer_T - sampler_T
     absolute = np.abs(differences)
+    size = float(np.abs(trainer_T).mean())
     with np.errstate(over="ignore"):
         k3 = np.expm1(differences) - differences
     return {
         "mismatch/max_abs_logprob_diff": float(absolute.max()),
         "mismatch/mean_abs_logprob_diff": float(absolute.mean()),
+        "mismatch/relative_logprob_diff": float(absolute.mean()) / size if size else 0.0,
         "mismatch/k3": float(k3.mean()),
     }
 
