@@ -1,6 +1,6 @@
 """mint's kernels in C compiled for several sets of instructions, by CPU time, all sets in turns in one process.
 
-    python -m benchmarks.compare.instruction_sets [--sets avx512-bf16 avx512 avx2] [--repeats 3]
+    python -m benchmarks.compare.instruction_sets [--sets avx512-bf16 avx512 avx2] [--repeats 3] [--only 'nf4']
 
 Operations of training and decoding on one thread, at widths of 512 and 1,536 and heads of 64. Reported are the smallest
 CPU time of each operation and its ratio to the first set's.
@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.lora import SiteWeights
 from mint.engine.packing import Span, attention_blocks
+from mint.engine.quantized.number_formats import Quantization, quantize
 
 Run = Callable[[], object]
 INPUTS, OUTPUTS, RANK, ROWS = 512, 1536, 16, 128
@@ -42,6 +44,13 @@ def operations_of(name: str) -> dict[str, Run]:
         attention = NativePackedAttention(kernels, attention_blocks([Span(0, 256)]), 8, 4, {})
         found[f"attention {type_name}"] = partial(attention, 0, heads)
         found[f"attention {type_name}, with gradient"] = partial(_backward, attention, heads)
+        for kind in get_args(Quantization):
+            weight = quantize(torch.randn(OUTPUTS, INPUTS), kind)
+            assert weight is not None, "the widths fit all formats"
+            quantized = operations.quantized_matrix(weight)
+            for rows in (1, 8, ROWS):
+                found[f"{kind} {type_name}, {rows} rows"] = partial(quantized.product, torch.randn(rows, INPUTS))
+            found[f"{kind} {type_name}, gradient"] = partial(quantized.gradient, torch.randn(ROWS, OUTPUTS))
     operations = NativeOperations(torch.float32, kernels)
     lora = SiteWeights(torch.randn(RANK, INPUTS), (torch.randn(OUTPUTS, RANK),))
     for rows in (1, 8, ROWS):
@@ -85,10 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", nargs="+", default=["avx512-bf16", "avx512", "avx2"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="operations whose names begin so")
     given = parser.parse_args()
     torch.set_num_threads(1)
     sets = {name: operations_of(name) for name in given.sets}
-    for operation in sets[given.sets[0]]:
+    for operation in filter(lambda name: name.startswith(given.only), sets[given.sets[0]]):
         best = dict.fromkeys(sets, float("inf"))
         for _ in range(given.repeats):
             for name, runs in sets.items():

@@ -126,7 +126,7 @@ def test_kernels_multiply_with_the_numbers_of_the_codes(
     matrix = QuantizedPanels(kernels, weight, dtype)
     assert torch.equal(matrix.dense(), weight.widen().to(dtype))
     generator = torch.Generator().manual_seed(inputs)
-    x, residual, grad = (torch.randn(333, size, generator=generator) for size in (inputs, outputs, outputs))
+    x, residual = (torch.randn(333, size, generator=generator) for size in (inputs, outputs))
     x[3, 5] = 1000  # beside numbers of about 1
     x[4] = 0
     found = matrix.product(x, residual)
@@ -139,6 +139,21 @@ def test_kernels_multiply_with_the_numbers_of_the_codes(
     assert (
         np.abs(found.numpy() - rows @ numbers.T - residual.numpy()) <= errors @ np.abs(numbers).T + 2e-6 * sizes
     ).all()
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_gradients_are_multiplied_with_the_widened_matrix(
+    outputs: int, inputs: int, kind: Quantization, dtype: torch.dtype, native_folder: Path
+) -> None:
+    kernels = NativeKernels(native_folder)
+    weight = _quantized(outputs, inputs, kind)
+    if not QuantizedPanels.fit(kernels, weight, dtype):
+        pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
+    matrix = QuantizedPanels(kernels, weight, dtype)
+    grad = torch.randn(333, outputs, generator=torch.Generator().manual_seed(inputs))
     widened, rounded = matrix.dense().double().numpy(), grad.to(dtype).double().numpy()
     sizes = np.abs(rounded) @ np.abs(widened)
     precision = 2e-6 if dtype == torch.float32 or outputs % 32 == 0 else 4e-3  # oneDNN rounds results to bfloat16

@@ -6,7 +6,9 @@ Letters: T rows · I inputs · O outputs.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,15 +25,22 @@ OFFSET = -0x7F7F7F80
 """The words of int8 and of its codes plus 128 differ by these bits: 0x80808080."""
 
 
+PAIRED = frozenset({"avx512", "avx512-bf16"})
+"""Sets of instructions whose kernels read codes of fp8 in pairs of inputs."""
+
+
 class _QuantizedStruct(ctypes.Structure):
     """`Quantized` in quantized.c."""
 
     _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("table", ctypes.c_void_p), ("block", Int64))
+    arrays: Sequence[np.ndarray]
+    """What it points to."""
 
 
 class QuantizedPanels:
     """A `Matrix` whose numbers are widened in registers. In bfloat16, rows are rounded to it, but those for int8 are
-    rounded to 16 bits. A gradient widens pieces of the matrix, with their scales, to `dtype`."""
+    rounded to 16 bits, or not at all without the instructions of AVX512-BF16. A gradient widens pieces of the matrix,
+    with their scales, to `dtype`."""
 
     min_rows = 1
     gradient_bytes = 0
@@ -42,14 +51,15 @@ class QuantizedPanels:
         self.size_bytes = weight.size_bytes
         self._kernels = kernels
         self._kind = weight.kind
-        codes = _arranged(weight)
+        codes = _arranged(weight, paired=kernels.instructions in PAIRED)
         self._codes = kernels.empty_matrix(codes.shape, codes.dtype).copy_(codes)
         self._scales = _in_panels(weight.scales)
         self._table = torch.tensor(NF4_VALUES)
         self.product_kernel = _product(kernels, weight.kind, dtype)
         self.turn_kernel = self._turn(dtype)
-        places = (own.data_ptr() for own in (self._codes, self._scales, self._table))
-        self._panels = _QuantizedStruct(*places, weight.block)
+        arrays = [own.numpy() for own in (self._codes, self._scales, self._table)]
+        self._panels = _QuantizedStruct(*(own.ctypes.data for own in arrays), weight.block)
+        self._panels.arrays = arrays
 
     @staticmethod
     def fit(kernels: NativeKernels, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
@@ -124,7 +134,7 @@ def _suffix(dtype: torch.dtype) -> str:
     return "halves" if dtype == torch.bfloat16 else "floats"
 
 
-def _arranged(weight: QuantizedWeight) -> Tensor:
+def _arranged(weight: QuantizedWeight, *, paired: bool) -> Tensor:
     """The codes as `numbers` of quantized.c reads them, int32 [O / 16, words, 16]."""
     codes = weight.codes
     if weight.kind == "int8":
@@ -135,6 +145,8 @@ def _arranged(weight: QuantizedWeight) -> Tensor:
         for code, place in enumerate(places):
             words |= ((codes >> 4 * code) & 15) << place
         return _in_panels(words)
+    if not paired:
+        return _in_panels(codes)
     outputs, words = codes.shape
     # [panels, fours of outputs, 4 outputs, words, pairs, 2 inputs]
     pairs = codes.view(torch.uint8).view(outputs // LANES, 4, 4, words, 2, 2)

@@ -120,6 +120,16 @@ typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, in
 /* The words of a row of `inputs` numbers in bfloat16, as a `Piece` has them. */
 INLINE int64_t words_of_halves(int64_t inputs) { return inputs / 2 * numbers_in(1); }
 
+/* Numbers rounded to bfloat16, to nearest even, as floats; NaN stays NaN. */
+INLINE void round_floats(const float *x, int64_t count, int32_t *to) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        uint32_t found = x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u : (bits & 0xffff0000u) | 0x7fc00000u;
+        memcpy(to + i, &found, sizeof found);
+    }
+}
+
 /* A row in bfloat16, as a `Piece` has it; `count` is a multiple of 32. */
 INLINE void round_row(const float *x, int64_t count, int32_t *to) {
 #ifdef __AVX512BF16__
@@ -127,13 +137,7 @@ INLINE void round_row(const float *x, int64_t count, int32_t *to) {
         _mm512_storeu_si512(
             to + i / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + LANES), _mm512_loadu_ps(x + i)));
 #else
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        /* to nearest even; NaN stays NaN */
-        uint32_t found = x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u : (bits & 0xffff0000u) | 0x7fc00000u;
-        memcpy(to + i, &found, sizeof found);
-    }
+    round_floats(x, count, to);
 #endif
 }
 

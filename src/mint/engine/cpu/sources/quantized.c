@@ -6,12 +6,20 @@
 
    At most 128 inputs are summed at once, in order, with the numbers that the codes stand for without their scale. Each
    such sum is multiplied by its scale and added to those before it. So a row's bits are a function of that row alone,
-   whether its numbers come from the codes or, for many rows, from the first cache. */
+   whether its numbers come from the codes or, for many rows, from the first cache. In float32 all sets of instructions
+   give the same bits.
+
+   In bfloat16, rows are rounded to it, and so are the numbers. Without the instructions of AVX512-BF16 they are multiplied
+   as float32; rows for int8 are then not rounded at all. */
 
 #include <string.h>
 
 #include "calls.h"
 #include "product_tiles.h"
+
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 
 /* What `packed` of a `Product` and `source` of a `Turn` point to here. */
 typedef struct {
@@ -20,12 +28,7 @@ typedef struct {
     int64_t block;
 } Quantized;
 
-#define MISSING(NAME) \
-    int NAME(const void *arguments, int64_t first, int64_t last) { return 1; }
-
-#ifdef __AVX512BW__
 #define SUMMED 128     /* inputs in one sum at most; all of them have the same scale */
-#define FEW_ROWS 8     /* so few rows take their numbers from the codes */
 #define ROUNDED 400000 /* bytes of rounded rows that stay in the second cache */
 
 enum { CODES4, INT8, FP8, WIDE }; /* WIDE: no codes, but the numbers themselves */
@@ -33,6 +36,15 @@ enum { CODES4, INT8, FP8, WIDE }; /* WIDE: no codes, but the numbers themselves 
 /* Vectors of numbers in a vector of codes. One holds an input of 16 outputs, or in bfloat16 two of them. */
 INLINE int vectors_in(const int kind, const int half) { return kind == WIDE ? 1 : (kind == CODES4 ? 8 : 4) >> half; }
 INLINE int inputs_in(const int kind, const int half) { return vectors_in(kind, half) << half; }
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define MULTIPLIES_CODES 1 /* in bfloat16, by instructions that multiply and add several at once */
+#else
+#define MULTIPLIES_CODES 0
+#endif
+
+#ifdef __AVX512BW__
+#define FEW_ROWS 8 /* so few rows take their numbers from the codes */
 
 /* What tells the numbers of codes. CODES4: `low` is the table. FP8: the two bytes of bfloat16 of codes 0 to 63, and of
    codes 64 to 127; without AVX512-VBMI, `low` is the bfloat16 of codes 0 to 7. */
@@ -106,8 +118,7 @@ INLINE __m512i halves_of_fp8(__m512i codes, int second, const Tables *tables) {
    CODES4: of an output's 32 bits the lower 16 hold the even inputs in order, and the upper 16 the odd ones.
    INT8: four inputs in order, each with 128 added. FP8: each 128 bits hold four outputs: inputs 0 and 1 of each of them,
    then inputs 2 and 3. */
-INLINE __m512i numbers(const int kind, const int half, __m512i codes, int k, const Tables *tables) {
-    if (kind == WIDE) return codes;
+INLINE __m512i numbers_of(const int kind, const int half, __m512i codes, int k, const Tables *tables) {
     if (kind == CODES4) {
         if (half) return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * k), tables->low);
         codes = _mm512_srli_epi32(codes, 4 * (k / 2) + 16 * (k % 2));
@@ -122,6 +133,85 @@ INLINE __m512i numbers(const int kind, const int half, __m512i codes, int k, con
     return k % 2 ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pairs, 16);
 }
 
+INLINE Vector numbers(const int kind, const int half, Vector codes, int k, const Tables *tables) {
+    return kind == WIDE ? codes : (Vector)numbers_of(kind, half, (__m512i)codes, k, tables);
+}
+
+INLINE Vector same_word(int32_t word) { return (Vector)_mm512_set1_epi32(word); }
+#else
+#define FEW_ROWS 1 /* a code costs several instructions, so all other rows share its number */
+
+/* The 16 numbers of codes of 4 bits. */
+typedef struct {
+#ifdef __aarch64__
+    uint8x16x4_t bytes;
+#else
+    Part low, high;
+    const float *all;
+#endif
+} Tables;
+
+INLINE Tables make_tables(const int kind, const int half, const float *table) {
+    Tables found;
+    memset(&found, 0, sizeof found);
+    if (kind != CODES4) return found;
+#ifdef __aarch64__
+    for (int n = 0; n < 4; n++) found.bytes.val[n] = vreinterpretq_u8_f32(vld1q_f32(table + 4 * n));
+#else
+    found.low = *(const LoosePart *)table;
+    found.high = *(const LoosePart *)(table + LANES / 2);
+    found.all = table;
+#endif
+    return found;
+}
+
+/* The numbers of the codes in the lowest four bits. */
+INLINE Part numbers_of_4(PartBits codes, const Tables *tables) {
+#if defined(__AVX2__)
+    __m256 low = _mm256_permutevar8x32_ps((__m256)tables->low, (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)tables->high, (__m256i)codes);
+    return (Part)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); /* by the fourth bit */
+#elif defined(__aarch64__)
+    PartBits places = (codes & 15) * 0x04040404 + 0x03020100;
+    return (Part)vreinterpretq_f32_u8(vqtbl4q_u8(tables->bytes, (uint8x16_t)places));
+#else
+    Part found;
+    for (int lane = 0; lane < PART; lane++) found[lane] = tables->all[codes[lane] & 15];
+    return found;
+#endif
+}
+
+/* The numbers of codes of FP8 that are byte `k`: 4 bits of exponent with bias 7, and 3 of the fraction. Where a float has these
+   bits, its exponent is too small by 120, also if it is 0; the largest code is not a number. */
+INLINE Part numbers_of_fp8(PartBits codes, int k) {
+    PartBits size = (k == 3 ? codes >> 4 : codes << (20 - 8 * k)) & 127 << 20;
+    PartBits sign = (codes << (24 - 8 * k)) & (int32_t)0x80000000;
+    return (Part)((PartBits)((Part)size * 0x1p120f) | sign | (size == 127 << 20));
+}
+
+/* Vector `k` of the numbers of `codes`, as floats. CODES4: of an output's 32 bits the lower 16 hold the even inputs in order,
+   and the upper 16 the odd ones. INT8: four inputs in order, each with 128 added. FP8: four inputs in order. */
+INLINE Vector numbers(const int kind, const int half, Vector codes, int k, const Tables *tables) {
+    if (kind == WIDE) return codes;
+    Vector found;
+#pragma GCC unroll 4
+    for (int n = 0; n < PARTS; n++) {
+        PartBits own = (PartBits)codes.part[n];
+        if (kind == CODES4) found.part[n] = numbers_of_4(own >> (4 * (k / 2) + 16 * (k % 2)), tables);
+        if (kind == INT8)
+            found.part[n] = __builtin_convertvector(((own ^ (int32_t)0x80808080) << (24 - 8 * k)) >> 24, Part);
+        if (kind == FP8) found.part[n] = numbers_of_fp8(own, k);
+    }
+    return found;
+}
+
+INLINE Vector same_word(int32_t word) {
+    float number;
+    memcpy(&number, &word, sizeof number);
+    return same(number);
+}
+#endif
+
 /* What a tile multiplies: rows and panels, from input `from` to input `to`. */
 typedef struct {
     const int32_t *x; /* words of one input, or of two */
@@ -133,7 +223,7 @@ typedef struct {
     int64_t outputs;
     const float *residual;
     float *out;
-} Part;
+} Share;
 
 /* Inputs of the sum that begins at input `at`. */
 INLINE int64_t summed(int64_t at, int64_t block) {
@@ -144,93 +234,113 @@ INLINE int64_t summed(int64_t at, int64_t block) {
 /* Not in registers, which the inner loop needs. */
 #define IN_MEMORY(numbers) __asm__("" : "+m"(numbers))
 
-INLINE void tile_of(const int kind, const int half, const int rows, const int panels, const Part *part) {
-    const Tables tables = make_tables(kind, half, part->table);
+INLINE void tile_of(const int kind, const int half, const int rows, const int panels, const Share *share) {
+    const Tables tables = make_tables(kind, half, share->table);
     const int vectors = vectors_in(kind, half), each = inputs_in(kind, half);
-    const int64_t stride = part->stride, panel = part->panel, blocks = part->inputs / part->block;
-    const int32_t *codes = part->codes, *x = part->x;
-    __m512 total[ROWS][PANELS];
+    const int64_t stride = share->stride, panel = share->panel, blocks = share->inputs / share->block;
+    const int32_t *codes = share->codes, *x = share->x;
+    Vector total[ROWS][PANELS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            total[r][p] = part->from ? _mm512_loadu_ps(part->out + r * part->outputs + p * LANES) : _mm512_setzero_ps();
-    for (int64_t i = part->from, size; i < part->to; i += size) {
+            total[r][p] = share->from ? loaded(share->out + r * share->outputs + p * LANES) : zeros();
+    for (int64_t i = share->from, size; i < share->to; i += size) {
         IN_MEMORY(total);
-        __m512 own[ROWS][PANELS];
+        Vector own[ROWS][PANELS];
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++) own[r][p] = _mm512_setzero_ps();
-        size = summed(i, part->block);
+            for (int p = 0; p < panels; p++) own[r][p] = zeros();
+        size = summed(i, share->block);
         for (int64_t end = i + size, at = i; at < end; at += each) {
-            __m512i words[PANELS];
+            Vector words[PANELS];
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
-                words[p] = _mm512_loadu_si512(codes + p * panel);
-                if (kind != WIDE) _mm_prefetch(codes + (p + panels) * panel, _MM_HINT_T1);
+                words[p] = loaded((const float *)codes + p * panel);
+                if (kind != WIDE) __builtin_prefetch(codes + (p + panels) * panel, 0, 2);
             }
             codes += LANES;
 #pragma GCC unroll 8
             for (int k = 0; k < vectors; k++) {
-                __m512i weight[PANELS];
+                Vector weight[PANELS];
 #pragma GCC unroll 4
                 for (int p = 0; p < panels; p++) weight[p] = numbers(kind, half, words[p], k, &tables);
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
-                    __m512i row = _mm512_set1_epi32(x[r * stride + k]);
-                    __asm__("" : "+v"(row)); /* in a register, not loaded again for every panel */
+                    Vector row = same_word(x[r * stride + k]);
+                    HOLD(row);
 #pragma GCC unroll 4
-                    for (int p = 0; p < panels; p++) own[r][p] = multiplied(half, own[r][p], (Vector)row, (Vector)weight[p]);
+                    for (int p = 0; p < panels; p++) own[r][p] = multiplied(half, own[r][p], row, weight[p]);
                 }
             }
             x += vectors;
         }
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
-            __m512 scale = _mm512_loadu_ps(part->scales + (p * blocks + i / part->block) * LANES);
+            Vector scale = loaded(share->scales + (p * blocks + i / share->block) * LANES);
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) total[r][p] = _mm512_fmadd_ps(own[r][p], scale, total[r][p]);
+            for (int r = 0; r < rows; r++) total[r][p] = fused(own[r][p], scale, total[r][p]);
         }
     }
-    const float *residual = part->to == part->inputs ? part->residual : 0;
+    const float *residual = share->to == share->inputs ? share->residual : 0;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
-            int64_t place = r * part->outputs + p * LANES;
-            if (residual) total[r][p] = _mm512_add_ps(total[r][p], _mm512_loadu_ps(residual + place));
-            _mm512_storeu_ps(part->out + place, total[r][p]);
+            int64_t place = r * share->outputs + p * LANES;
+            if (residual) total[r][p] = added(total[r][p], loaded(residual + place));
+            put(share->out + place, total[r][p]);
         }
 }
 
-typedef void PartTile(const Part *part);
-#define PART(KIND, HALF, R, P) \
-    __attribute__((noinline)) static void KIND##_##HALF##_##R##_##P(const Part *part) { tile_of(KIND, HALF, R, P, part); }
-#define WIDTHS_OF(KIND, HALF, R) PART(KIND, HALF, R, 1) PART(KIND, HALF, R, 4)
+/* The same in as many tiles as the registers hold. */
+INLINE void shares_of(const int kind, const int half, const int rows, const int panels, const Share *share) {
+    const int most = FEW_ROWS == 1 && kind != WIDE ? 2 : HELD_PANELS(rows), held = most < panels ? most : panels;
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; p += held) {
+        Share own = *share;
+        own.codes += p * share->panel;
+        own.scales += p * (share->inputs / share->block) * LANES;
+        own.out += p * LANES;
+        if (own.residual) own.residual += p * LANES;
+        tile_of(kind, half, rows, held, &own);
+    }
+}
+
+typedef void ShareTile(const Share *share);
+#define SHARE(KIND, HALF, R, P) \
+    __attribute__((noinline)) static void KIND##_##HALF##_##R##_##P(const Share *share) { shares_of(KIND, HALF, R, P, share); }
+#define WIDTHS_OF(KIND, HALF, R) SHARE(KIND, HALF, R, 1) SHARE(KIND, HALF, R, 4)
 #define BOTH(KIND, HALF, R) {KIND##_##HALF##_##R##_1, KIND##_##HALF##_##R##_4}
 #define NONE {0, 0}
 
 /* By rows - 1, and whether there are four panels or one. */
+#if FEW_ROWS == 1
+#define CODE_TILES(KIND, HALF) \
+    WIDTHS_OF(KIND, HALF, 1) \
+    static ShareTile *const KIND##_##HALF[ROWS][2] = {BOTH(KIND, HALF, 1), NONE, NONE, NONE, NONE, NONE};
+#else
 #define CODE_TILES(KIND, HALF) \
     WIDTHS_OF(KIND, HALF, 1) WIDTHS_OF(KIND, HALF, 2) WIDTHS_OF(KIND, HALF, 4) \
-    static PartTile *const KIND##_##HALF[ROWS][2] = {BOTH(KIND, HALF, 1), BOTH(KIND, HALF, 2), NONE, \
+    static ShareTile *const KIND##_##HALF[ROWS][2] = {BOTH(KIND, HALF, 1), BOTH(KIND, HALF, 2), NONE, \
                                                      BOTH(KIND, HALF, 4), NONE, NONE};
+#endif
 #define WIDE_TILES(HALF) \
     WIDTHS_OF(WIDE, HALF, 1) WIDTHS_OF(WIDE, HALF, 2) WIDTHS_OF(WIDE, HALF, 3) \
     WIDTHS_OF(WIDE, HALF, 4) WIDTHS_OF(WIDE, HALF, 5) WIDTHS_OF(WIDE, HALF, 6) \
-    static PartTile *const WIDE_##HALF[ROWS][2] = {BOTH(WIDE, HALF, 1), BOTH(WIDE, HALF, 2), BOTH(WIDE, HALF, 3), \
+    static ShareTile *const WIDE_##HALF[ROWS][2] = {BOTH(WIDE, HALF, 1), BOTH(WIDE, HALF, 2), BOTH(WIDE, HALF, 3), \
                                                    BOTH(WIDE, HALF, 4), BOTH(WIDE, HALF, 5), BOTH(WIDE, HALF, 6)};
 
-/* All rows of a part, in tiles of as many rows as there are. */
-static void run_tiles(PartTile *const tiles[ROWS][2], Part part, int64_t rows, int wide) {
+/* All rows of a share, in tiles of as many rows as there are. */
+static void run_tiles(ShareTile *const tiles[ROWS][2], Share share, int64_t rows, int wide) {
     while (rows) {
         int64_t count = rows < ROWS ? rows : ROWS;
         while (!tiles[count - 1][wide]) count--;
-        tiles[count - 1][wide](&part);
-        part.x += count * part.stride;
-        part.out += count * part.outputs;
-        if (part.residual) part.residual += count * part.outputs;
+        tiles[count - 1][wide](&share);
+        share.x += count * share.stride;
+        share.out += count * share.outputs;
+        if (share.residual) share.residual += count * share.outputs;
         rows -= count;
     }
 }
@@ -240,16 +350,16 @@ INLINE void widen(const int kind, const int half, const int32_t *codes, const fl
                   int32_t *to) {
     const Tables tables = make_tables(kind, half, table);
     for (int64_t i = 0; i < count; i += inputs_in(kind, half), codes += LANES) {
-        __m512i words = _mm512_loadu_si512(codes);
+        Vector words = loaded((const float *)codes);
 #pragma GCC unroll 8
         for (int k = 0; k < vectors_in(kind, half); k++, to += LANES)
-            _mm512_storeu_si512(to, numbers(kind, half, words, k, &tables));
+            put((float *)to, numbers(kind, half, words, k, &tables));
     }
 }
 
 /* `count` rows from row `start` on, whose words are at `x`, times panels `first` to `last`. */
-INLINE void multiply_rows(const int kind, const int half, PartTile *const tiles[ROWS][2],
-                          PartTile *const wide_tiles[ROWS][2], const Product *in, const int32_t *x, int64_t start,
+INLINE void multiply_rows(const int kind, const int half, ShareTile *const tiles[ROWS][2],
+                          ShareTile *const wide_tiles[ROWS][2], const Product *in, const int32_t *x, int64_t start,
                           int64_t count, int64_t first, int64_t last) {
     if (first == last) return;
     const Quantized *matrix = (const Quantized *)in->packed;
@@ -260,23 +370,23 @@ INLINE void multiply_rows(const int kind, const int half, PartTile *const tiles[
         panels = last - p < PANELS ? 1 : PANELS;
         const int64_t place = start * in->outputs + p * LANES;
         const int32_t *codes = matrix->codes + p * words;
-        Part part = {x, inputs >> half, codes, matrix->scales + p * scales, matrix->table, matrix->block, inputs, 0,
+        Share share = {x, inputs >> half, codes, matrix->scales + p * scales, matrix->table, matrix->block, inputs, 0,
                      inputs, words, in->outputs, in->residual ? in->residual + place : 0, in->out + place};
         if (count <= FEW_ROWS) {
-            run_tiles(tiles, part, count, panels == PANELS);
+            run_tiles(tiles, share, count, panels == PANELS);
             continue;
         }
-        part.codes = found;
-        for (int64_t i = 0; i < inputs; i = part.to) {
+        share.codes = found;
+        for (int64_t i = 0; i < inputs; i = share.to) {
             const int64_t size = summed(i, matrix->block);
-            part.panel = (size >> half) * LANES;
-            part.from = i;
-            part.to = i + size;
-            part.x = x + (i >> half);
+            share.panel = (size >> half) * LANES;
+            share.from = i;
+            share.to = i + size;
+            share.x = x + (i >> half);
             for (int64_t own = 0; own < panels; own++)
                 widen(kind, half, codes + own * words + i / inputs_in(kind, half) * LANES, matrix->table, size,
-                      found + own * part.panel);
-            run_tiles(wide_tiles, part, count, panels == PANELS);
+                      found + own * share.panel);
+            run_tiles(wide_tiles, share, count, panels == PANELS);
         }
     }
 }
@@ -288,8 +398,24 @@ INLINE void widen_square(const int kind, const Turn *in, int64_t o, int64_t at, 
     widen(kind, 0, matrix->codes + words * LANES, matrix->table, LANES, (int32_t *)to);
     for (int64_t i = 0; i < LANES; i++, to += LANES) {
         const float *scale = matrix->scales + (o * blocks + (at + i) / matrix->block) * LANES;
-        _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_loadu_ps(to), _mm512_loadu_ps(scale)));
+        put(to, scaled(loaded(to), loaded(scale)));
     }
+}
+
+/* 32 bfloat16 of 16 numbers `low` and of 16 numbers `high`, in place of `low`. */
+INLINE void join_halves(float *low, const float *high) {
+#ifdef __AVX512BF16__
+    _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low)));
+#else
+    int32_t wide[2 * LANES];
+    uint16_t made[2 * LANES];
+    float both[2 * LANES];
+    memcpy(both, low, sizeof both / 2);
+    memcpy(both + LANES, high, sizeof both / 2);
+    round_row(both, 2 * LANES, wide);
+    for (int i = 0; i < 2 * LANES; i++) made[i] = (uint32_t)wide[i] >> 16;
+    memcpy(low, made, sizeof made);
+#endif
 }
 
 /* Panels `first` to `last` of the transpose of a matrix [O, I], as products.c reads them; in bfloat16, O is a multiple of
@@ -299,11 +425,9 @@ INLINE void turn_panels(const int kind, const int half, const Turn *in, int64_t 
     for (int64_t p = first; p < last; p++)
         for (int64_t o = 0; o < in->outputs / LANES; o += 1 + half) {
             for (int own = 0; own <= half; own++) widen_square(kind, in, o + own, p * LANES, squares[own]);
-#ifdef __AVX512BF16__
             if (half)
                 for (float *low = squares[0], *high = squares[1]; low < squares[1]; low += LANES, high += LANES)
-                    _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low)));
-#endif
+                    join_halves(low, high);
             transpose((int32_t *)squares[0], LANES, in->target + (p * in->outputs + o * LANES) / (1 + half) * LANES, LANES);
         }
 }
@@ -323,26 +447,26 @@ WIDE_TILES(0)
 FLOATS(codes4, CODES4)
 FLOATS(int8, INT8)
 FLOATS(fp8, FP8)
-#else
-MISSING(codes4_floats) MISSING(int8_floats) MISSING(fp8_floats)
-MISSING(turn_codes4_floats) MISSING(turn_int8_floats) MISSING(turn_fp8_floats)
-#endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TURN_HALVES(NAME, KIND) \
+    int turn_##NAME##_halves(const Turn *in, int64_t first, int64_t last) { \
+        turn_panels(KIND, 1, in, first, last); \
+        return 0; \
+    }
+TURN_HALVES(codes4, CODES4)
+TURN_HALVES(int8, INT8)
+TURN_HALVES(fp8, FP8)
+
+#if MULTIPLIES_CODES
 /* The same of rows that are rounded to bfloat16, and of numbers in bfloat16. */
 #define HALVES(NAME, KIND) \
     CODE_TILES(KIND, 1) \
     int NAME##_halves(const Product *in, int64_t first, int64_t last) { \
         return multiply_halves(KIND, KIND##_1, in, first, last); \
     }
-#define TURN_HALVES(NAME, KIND) \
-    int turn_##NAME##_halves(const Turn *in, int64_t first, int64_t last) { \
-        turn_panels(KIND, 1, in, first, last); \
-        return 0; \
-    }
 WIDE_TILES(1)
 
-INLINE int multiply_halves(const int kind, PartTile *const tiles[ROWS][2], const Product *in, int64_t first,
+INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], const Product *in, int64_t first,
                            int64_t last) {
     const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
     const int64_t block = in->rows < most ? in->rows : most;
@@ -360,9 +484,6 @@ INLINE int multiply_halves(const int kind, PartTile *const tiles[ROWS][2], const
 
 HALVES(codes4, CODES4)
 HALVES(fp8, FP8)
-TURN_HALVES(codes4, CODES4)
-TURN_HALVES(int8, INT8)
-TURN_HALVES(fp8, FP8)
 
 /* int8 in bfloat16: integers, with rows in 16 bits. Each row is rounded to multiples of 1 / 32639 of the largest number
    among the 128 inputs of a sum, which is finer than bfloat16 for all numbers within a factor of 128 of that. A multiple is
@@ -402,9 +523,9 @@ static void round_row_to_int16(const float *x, int64_t inputs, int32_t *to) {
     }
 }
 
-INLINE void int8_tile(const int rows, const int panels, const Part *part) {
-    const int64_t stride = part->stride, panel = part->panel, inputs = part->inputs;
-    const int32_t *codes = part->codes, *x = part->x, *sums = x + inputs / 2;
+INLINE void int8_tile(const int rows, const int panels, const Share *share) {
+    const int64_t stride = share->stride, panel = share->panel, inputs = share->inputs;
+    const int32_t *codes = share->codes, *x = share->x, *sums = x + inputs / 2;
     __m512 total[INT8_ROWS][PANELS];
 #pragma GCC unroll 3
     for (int r = 0; r < rows; r++)
@@ -448,20 +569,20 @@ INLINE void int8_tile(const int rows, const int panels, const Part *part) {
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
-            int64_t place = r * part->outputs + p * LANES;
-            __m512 before = part->residual ? _mm512_loadu_ps(part->residual + place) : _mm512_setzero_ps();
-            __m512 scale = _mm512_loadu_ps(part->scales + p * LANES);
-            _mm512_storeu_ps(part->out + place, _mm512_fmadd_ps(total[r][p], scale, before));
+            int64_t place = r * share->outputs + p * LANES;
+            __m512 before = share->residual ? _mm512_loadu_ps(share->residual + place) : _mm512_setzero_ps();
+            __m512 scale = _mm512_loadu_ps(share->scales + p * LANES);
+            _mm512_storeu_ps(share->out + place, _mm512_fmadd_ps(total[r][p], scale, before));
         }
 }
 
 /* The same for one row, whose speed is that of the memory: the codes are read from their first to their last, which the
    processor fetches ahead by itself. Sums of integers are exact in any order, so the bits are those of the tile. */
-INLINE void int8_row(const int panels, const Part *part) {
-    const int64_t inputs = part->inputs;
-    const int32_t *codes = part->codes;
+INLINE void int8_row(const int panels, const Share *share) {
+    const int64_t inputs = share->inputs;
+    const int32_t *codes = share->codes;
     for (int p = 0; p < panels; p++) {
-        const int32_t *x = part->x, *sums = x + inputs / 2;
+        const int32_t *x = share->x, *sums = x + inputs / 2;
         __m512 total = _mm512_setzero_ps();
         for (int64_t i = 0, size; i < inputs; i += size, sums++) {
             __m512i high[4], low[4];
@@ -486,17 +607,17 @@ INLINE void int8_row(const int panels, const Part *part) {
             __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[0], 8), low[0]);
             total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(((const float *)sums)[0]), total);
         }
-        __m512 before = part->residual ? _mm512_loadu_ps(part->residual + p * LANES) : _mm512_setzero_ps();
-        _mm512_storeu_ps(part->out + p * LANES, _mm512_fmadd_ps(total, _mm512_loadu_ps(part->scales + p * LANES), before));
+        __m512 before = share->residual ? _mm512_loadu_ps(share->residual + p * LANES) : _mm512_setzero_ps();
+        _mm512_storeu_ps(share->out + p * LANES, _mm512_fmadd_ps(total, _mm512_loadu_ps(share->scales + p * LANES), before));
     }
 }
 
 #define INT8_ROW(P) \
-    __attribute__((noinline)) static void INT8_1_1_##P(const Part *part) { int8_row(P, part); }
+    __attribute__((noinline)) static void INT8_1_1_##P(const Share *share) { int8_row(P, share); }
 #define INT8_TILE(R, P) \
-    __attribute__((noinline)) static void INT8_1_##R##_##P(const Part *part) { int8_tile(R, P, part); }
+    __attribute__((noinline)) static void INT8_1_##R##_##P(const Share *share) { int8_tile(R, P, share); }
 INT8_ROW(1) INT8_ROW(4) INT8_TILE(2, 1) INT8_TILE(2, 4) INT8_TILE(3, 1) INT8_TILE(3, 4)
-static PartTile *const INT8_1[ROWS][2] = {BOTH(INT8, 1, 1), BOTH(INT8, 1, 2), BOTH(INT8, 1, 3), NONE, NONE, NONE};
+static ShareTile *const INT8_1[ROWS][2] = {BOTH(INT8, 1, 1), BOTH(INT8, 1, 2), BOTH(INT8, 1, 3), NONE, NONE, NONE};
 
 int int8_halves(const Product *in, int64_t first, int64_t last) {
     const Quantized *matrix = (const Quantized *)in->packed;
@@ -511,15 +632,41 @@ int int8_halves(const Product *in, int64_t first, int64_t last) {
         for (int64_t p = first, panels; p < last; p += panels) {
             panels = last - p < PANELS ? 1 : PANELS;
             const int64_t place = start * in->outputs + p * LANES;
-            Part part = {rounded, words, matrix->codes + p * panel, matrix->scales + p * LANES, 0, inputs, inputs, 0,
+            Share share = {rounded, words, matrix->codes + p * panel, matrix->scales + p * LANES, 0, inputs, inputs, 0,
                          inputs, panel, in->outputs, in->residual ? in->residual + place : 0, in->out + place};
-            run_tiles(INT8_1, part, count, panels == PANELS);
+            run_tiles(INT8_1, share, count, panels == PANELS);
         }
     }
     free(rounded);
     return 0;
 }
 #else
-MISSING(codes4_halves) MISSING(int8_halves) MISSING(fp8_halves)
-MISSING(turn_codes4_halves) MISSING(turn_int8_halves) MISSING(turn_fp8_halves)
+/* The same, multiplied as float32. Rows in blocks, which are rounded first. */
+INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], const Product *in, int64_t first,
+                           int64_t last) {
+    if (first == last) return 0; /* there may be no matrix, either */
+    const int64_t words = in->inputs, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
+    const int64_t block = in->rows < most ? in->rows : most;
+    int32_t *rounded = malloc(4 * words * block);
+    if (!rounded) return 2;
+    float table[LANES];
+    Quantized matrix = *(const Quantized *)in->packed;
+    if (kind == CODES4) {
+        round_floats(matrix.table, LANES, (int32_t *)table);
+        matrix.table = table;
+    }
+    Product own = *in;
+    own.packed = (const int32_t *)&matrix;
+    for (int64_t start = 0, count; start < in->rows; start += count) {
+        count = in->rows - start < block ? in->rows - start : block;
+        round_floats(in->x + start * words, count * words, rounded);
+        multiply_rows(kind, 0, tiles, WIDE_0, &own, rounded, start, count, first, last);
+    }
+    free(rounded);
+    return 0;
+}
+
+int codes4_halves(const Product *in, int64_t first, int64_t last) { return multiply_halves(CODES4, CODES4_0, in, first, last); }
+int fp8_halves(const Product *in, int64_t first, int64_t last) { return multiply_halves(FP8, FP8_0, in, first, last); }
+int int8_halves(const Product *in, int64_t first, int64_t last) { return int8_floats(in, first, last); }
 #endif
