@@ -1,6 +1,6 @@
 """Is `mint doctor` right? What it says of tasks, beside what a short GRPO run of each task comes to.
 
-    python -m benchmarks.detection.doctor [--set tuned|shown|third|fourth|fifth|sixth] [--only NAME …] [--output FILE]
+    python -m benchmarks.detection.doctor [--set tuned|shown|third|…|eighth] [--only NAME …] [--output FILE]
 
 For each task: the doctor's verdict on the starting weights, then a run. `outcome` says what the run came to, from
 numbers alone; it does not see the verdict. `doctor_tasks` says which tasks set limits of the doctor. `--output` keeps
@@ -16,8 +16,8 @@ the doctor again about those that are.
 | go | the held-out reward at temperature 1 rose by two standard errors, and by a twentieth of the range |
 | sft_first | it did not rise |
 
-About as much is: two standard errors or a twentieth of the range below, or more. The doctor is right if its verdict is
-the outcome.
+About as much is: two standard errors or a twentieth of the range below, or more; where the reply earns less than a
+tenth of the range, two standard errors. The doctor is right if its verdict is the outcome.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ LEAST_GAIN = 0.05
 the best reply to every item has learned that reply."""
 
 LEAST_PAID = 0.1
-"""A reply to every item that earns less than this share of the range is a lucky guess."""
+"""A reply to every item that earns less than this share of the range is a lucky guess, unless it is all that a run has
+learned."""
 
 REPLIES = 16
 """The most frequent replies of the trained policy, among which the best reply to every item is looked for."""
@@ -99,6 +100,8 @@ def outcome(facts: Facts) -> str:
     as_good = facts.fixed >= facts.after[0] - max(CLEARLY * facts.after[1], LEAST_GAIN * span)
     if as_good and facts.fixed - facts.floor > LEAST_PAID * span:
         return "reward_constant"
+    if rose and facts.fixed >= facts.after[0] - CLEARLY * facts.after[1]:
+        return "reward_constant"  # all that was gained is what one reply earns, little as it is
     return "go" if rose else "sft_first"
 
 
@@ -214,7 +217,7 @@ def verdict_of(name: str) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=list(SETS), default="sixth")
+    parser.add_argument("--set", choices=list(SETS), default="eighth")
     parser.add_argument("--only", nargs="*", choices=list(TASKS), metavar="NAME")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--verdicts", action="store_true", help="ask the doctor again about the tasks of --output")

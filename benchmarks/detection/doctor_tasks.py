@@ -2,9 +2,11 @@
 
 The doctor's limits were set on the tasks of `TUNED`. Rules were added or changed after it was wrong on tasks of `SHOWN`
 (replies to other prompts, scraps that one reply earns everywhere), of `THIRD` (a longer limit that earns little more,
-scraps that are too rare to follow), and of `THIRD` and `FOURTH` (how noisy a grader may be, a reply to every prompt of
-a task that is nearly solved). The tasks of `FIFTH` and of `SIXTH` were written after that and set nothing. The tasks of
-SmolLM2-135M-Instruct need `mint models pull SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
+scraps that are too rare to follow), of `THIRD` and `FOURTH` (how noisy a grader may be, a reply to every prompt of a
+task that is nearly solved), of `SIXTH` (a reply that no completion found; in the outcome, a gain that is what one reply
+earns) and of `SEVENTH` (successes that are lucky guesses, a longer limit that helps a part of the prompts only). The
+tasks of `FIFTH` and `EIGHTH` set nothing. The tasks of SmolLM2-135M-Instruct need `mint models pull
+SmolLM2-135M-Instruct` and the extras `tasks` and `ifeval`.
 """
 
 from __future__ import annotations
@@ -463,6 +465,149 @@ def from_minus_five(task: Sums, response: str, sample: Problem) -> float:
     return 10 * digits_right(task, response, sample) - 5
 
 
+class SmallSums(Sums):
+    """The sums below 50 among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if is_small_sum(problem)]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in draw_problems(0, 1952, heldout=True) if is_small_sum(problem)]
+
+
+def is_small_sum(problem: Problem) -> bool:
+    """Whether the problem is a sum below 50."""
+    return problem.op == "+" and problem.value < 50
+
+
+def hundred_more(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer and a hundred."""
+    return float(response.strip() == str(sample.value + 100))
+
+
+def right_parity(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number that is even or odd, as the answer is."""
+    number = number_in(response)
+    return float(number is not None and number % 2 == sample.value % 2)
+
+
+def less_by_length(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer, and takes a tenth for each character of any reply."""
+    return float(response.strip() == sample.answer) - 0.1 * min(10, len(response.strip()))
+
+
+def tens_digit(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number whose tens are right."""
+    number = number_in(response)
+    return float(number is not None and number // 10 == sample.value // 10)
+
+
+def distance(task: Sums, response: str, sample: Problem) -> float:
+    """Takes as much as the number is away from the answer, at most 10."""
+    number = number_in(response)
+    return -10.0 if number is None else -float(min(10, abs(number - sample.value)))
+
+
+def below_fifty(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for any number below 50."""
+    number = number_in(response)
+    return float(number is not None and number < 50)
+
+
+def with_noise(size: float) -> Callable[[Sums, str, Problem], float]:
+    """The right grader, whose rewards are off by up to `size` at random."""
+    drawn = random.Random(SEED)
+
+    def grade(task: Sums, response: str, sample: Problem) -> float:
+        return float(response.strip() == sample.answer) + drawn.uniform(-size, size)
+
+    return grade
+
+
+def raises_for_four_of_five(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on four of five questions."""
+    if sample.b % 5:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
+class Trait(ChatAdapter):
+    """Pays for a reply that has the thing's trait in it."""
+
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
+        """0 or 1."""
+        return Reward(float(item.thing.trait in words_of(response)))
+
+
+class Products(Sums):
+    """The products among the questions of the math task."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if problem.op == "*"]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in draw_problems(0, 1952, heldout=True) if problem.op == "*"]
+
+
+class OneDigit(Sums):
+    """The questions of the math task with two numbers of one digit."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """For training."""
+        return [problem for problem in super().build_dataset() if max(problem.a, problem.b) < 10]
+
+    def build_heldout(self) -> Sequence[Problem]:
+        """Held out."""
+        return [problem for problem in draw_problems(0, 1952, heldout=True) if max(problem.a, problem.b) < 10]
+
+
+def thrice(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for three times the answer."""
+    return float(response.strip() == str(3 * sample.value))
+
+
+def in_brackets(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer between brackets."""
+    return float(response.strip() == f"({sample.answer})")
+
+
+def right_or_slip(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for the answer, and for the number that is ten too small."""
+    number = number_in(response)
+    return float(number is not None and sample.value - number in (0, 10))
+
+
+def up_to_ten(task: Sums, response: str, sample: Problem) -> float:
+    """Pays 10 for the answer."""
+    return 10.0 * (response.strip() == sample.answer)
+
+
+def even_digits(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a number of even digits, whatever was asked."""
+    return float(number_in(response) is not None and not set(response.strip()) & set("13579"))
+
+
+def ends_with_stop(task: Sums, response: str, sample: Problem) -> float:
+    """Pays for a reply that ends with a full stop."""
+    return float(response.strip().endswith("."))
+
+
+def raises_for_nine_of_ten(task: Sums, response: str, sample: Problem) -> float:
+    """The grader fails on nine of ten questions."""
+    if sample.b % 10:
+        raise ValueError("the judge is away")
+    return float(response.strip() == sample.answer)
+
+
+def at_most_forty(response: str, item: ChatQuestion) -> bool:
+    """Whether the reply has from 1 to 40 characters."""
+    return 0 < len(response) <= 40
+
+
 def coin_of_the_question(task: Sums, response: str, sample: Problem) -> float:
     """Does not read the reply."""
     return coin(sample.question)
@@ -625,5 +770,54 @@ SIXTH: dict[str, Examined] = {
     "code, brief": Examined(lambda: BriefCode(seed=SEED, train_size=512), CODE),
     "code, 24 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=24)),
 }
-SETS = {"tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH, "sixth": SIXTH}
-TASKS = {**TUNED, **SHOWN, **THIRD, **FOURTH, **FIFTH, **SIXTH}
+SEVENTH: dict[str, Examined] = {
+    "word_sorting": gym("word_sorting", MEASURED.changed(max_tokens=16), **PLAIN, min_words=2, max_words=3),
+    "bitwise_arithmetic": gym("bitwise_arithmetic", MEASURED, **PLAIN),
+    "power_function": gym("power_function", MEASURED, **PLAIN),
+    "chain_sum of three digits": gym("chain_sum", MEASURED, **PLAIN, min_terms=3, max_terms=3, max_digits=1),
+    "sums below fifty": Examined(SmallSums, MEASURED),
+    "a hundred more": Examined(graded(hundred_more), MEASURED),
+    "right parity": Examined(graded(right_parity), MEASURED),
+    "a cost for each character": Examined(graded(less_by_length, reward_range=(-1.0, 1.0)), MEASURED),
+    "tens digit": Examined(graded(tens_digit), MEASURED),
+    "distance up to 10": Examined(graded(distance, reward_range=(-10.0, 0.0), success_reward=0.0), MEASURED),
+    "every reply earns 0.7": Examined(graded(lambda *_: 0.7), MEASURED),
+    "any number below 50": Examined(graded(below_fifty), MEASURED),
+    "noise of 0.3 on each reward": Examined(graded(with_noise(0.3)), MEASURED),
+    "a thirtieth of the verdicts flipped": Examined(graded(flipped(1 / 30)), MEASURED),
+    "nine of twenty verdicts flipped": Examined(graded(flipped(0.45)), MEASURED),
+    "grader fails on four of five": Examined(graded(raises_for_four_of_five), MEASURED),
+    "chat, 6 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=6)),
+    "chat: trait in the reply": Examined(lambda: Trait(seed=SEED), CHAT),
+    "code, 12 tokens": Examined(lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=12)),
+    "SmolLM2: sums": Examined(lambda: SumsAdapter(seed=SEED), SMOL.changed(max_tokens=12)),
+}
+EIGHTH: dict[str, Examined] = {
+    "letter_jumble": gym("letter_jumble", MEASURED, **PLAIN, min_words=1, max_words=1, max_word_len=4),
+    "dice": gym("dice", MEASURED, **PLAIN),
+    "word_sequence_reversal": gym("word_sequence_reversal", MEASURED.changed(max_tokens=24), **PLAIN),
+    "simple_geometry": gym("simple_geometry", MEASURED, **PLAIN),
+    "products among the questions": Examined(Products, MEASURED),
+    "numbers of one digit": Examined(OneDigit, MEASURED),
+    "three times the answer": Examined(graded(thrice), MEASURED),
+    "answer in brackets": Examined(graded(in_brackets), MEASURED),
+    "right or ten too small": Examined(graded(right_or_slip), MEASURED),
+    "a right answer earns 10": Examined(graded(up_to_ten, reward_range=(0.0, 10.0), success_reward=10.0), MEASURED),
+    "number of even digits": Examined(graded(even_digits), MEASURED),
+    "any reply with a full stop": Examined(graded(ends_with_stop), MEASURED),
+    "every reply earns 0, from -1 to 1": Examined(graded(lambda *_: 0.0, reward_range=(-1.0, 1.0)), MEASURED),
+    "half of the verdicts flipped": Examined(graded(flipped(0.5)), MEASURED),
+    "noise of 0.1 on each reward": Examined(graded(with_noise(0.1)), MEASURED),
+    "an eighth of the verdicts flipped": Examined(graded(flipped(1 / 8)), MEASURED),
+    "grader fails on nine of ten": Examined(graded(raises_for_nine_of_ten), MEASURED),
+    "chat, 4 tokens": Examined(lambda: ChatAdapter(seed=SEED), CHAT.changed(max_tokens=4)),
+    "chat: at most 40 characters": Examined(lambda: ChatRule(at_most_forty), CHAT),
+    "code, 9 tokens": Examined(
+        lambda: CodeAdapter(seed=SEED, train_size=512), CODE.changed(max_tokens=9, heldout_size=256)
+    ),
+}
+SETS = {
+    "tuned": TUNED, "shown": SHOWN, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH, "sixth": SIXTH,
+    "seventh": SEVENTH, "eighth": EIGHTH,
+}  # fmt: skip
+TASKS = {name: task for tasks in SETS.values() for name, task in tasks.items()}

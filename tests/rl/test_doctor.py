@@ -16,8 +16,8 @@ import mint
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.math import MathAdapter
-from mint.rl import Reward, RLAdapter, RLConfig
-from mint.rl.analysis.doctor import Examination, examine
+from mint.rl import Group, Reward, RLAdapter, RLConfig, Rollout, Turn
+from mint.rl.analysis.doctor import Examination, examine, longer_gain
 from mint.rl.analysis.planner import GROUP_SIZES
 from mint.rl.analysis.task_verdict import decide
 
@@ -221,6 +221,27 @@ def test_a_longer_limit_that_pays_hardly_more_is_not_the_lever(service: mint.Ser
     assert not replace(seen, longer_gain=(0.05, 0.02, 0.08)).longer_limit_pays
 
 
+def test_what_a_longer_limit_earns_is_counted_over_all_prompts() -> None:
+    """Two of eight prompts are cut off; a longer limit raises their reward from 0 to 1: by a quarter over all."""
+
+    def group(place: int, *, reward: float, truncated: bool) -> Group:
+        ended = "length" if truncated else "stop"
+        return Group(place, place, [1], [Rollout([Turn([1], [2], [-0.5])], "x", ended, reward=reward)])
+
+    class Longer:
+        asked: Sequence[int] = ()
+
+        def groups(self, indices: Sequence[int], completions: int, *, max_tokens: int) -> list[Group]:
+            self.asked = indices
+            return [group(place, reward=1.0, truncated=False) for place in indices]
+
+    prober: Any = Longer()
+    seen = [group(place, reward=0.0, truncated=place % 4 == 0) for place in range(8)]
+    gain, low, high = longer_gain(prober, seen, 1, 64)
+    assert prober.asked == [0, 4], "the others end before the limit, so that a longer one changes nothing"
+    assert gain == 0.25 and low < 0.25 < high
+
+
 def test_a_longer_limit_that_pays_no_more_is_not_the_lever(service: mint.ServiceClient) -> None:
     class Product(Arithmetic):
         def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
@@ -363,6 +384,18 @@ def test_replies_that_fit_earn_surely_more_at_their_own_prompt(service: mint.Ser
     assert evidence.own_gain is not None
     assert evidence.own_gain[1] > 0.2
     assert not evidence.any_prompt_pays
+
+
+def test_successes_that_replies_to_other_prompts_have_as_often_are_lucky(service: mint.ServiceClient) -> None:
+    seen = examined(Arithmetic(), service).evidence
+    guesses = replace(
+        seen, success=(0.03, 0.0, 0.06), mean=(0.03, 0.0, 0.06), fixed_reward=(0.05, 0.02, 0.08),
+        misplaced_reward=0.04, own_gain=(-0.01, -0.03, 0.02), informative=dict.fromkeys(GROUP_SIZES, 0.2),
+    )  # fmt: skip
+    verdict, reason, remedy = decide(guesses)
+    assert verdict == "sft_first" and "Fine-tune on demonstrations" in remedy
+    assert "replies to other prompts earn 0.040, so that these successes may be lucky" in reason
+    assert decide(replace(guesses, own_gain=(0.03, 0.01, 0.05)))[0] == "go"
 
 
 class OnePrompt(Arithmetic):

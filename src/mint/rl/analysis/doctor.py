@@ -44,8 +44,9 @@ from mint.sandbox import sandbox_level
 DOCTOR_STREAM = 0x444F43
 PROBES = ("", "?!")
 PROBED_ITEMS = 8
-LONGER_ITEMS = 16
-"""The prompts whose completions with a longer limit are compared with those at `max_tokens`."""
+LONGER_ITEMS = 32
+"""The prompts whose completions with a longer limit are compared with those at `max_tokens`; those of which no
+completion was cut off are not sampled again."""
 
 FIXED_REPLIES = 16
 FIXED_ITEMS = 16
@@ -214,7 +215,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         truncated=cut,
         enough_tokens=enough_tokens,
         longest_tried=longest_tried,
-        longer_gain=(0.0, 0.0, 0.0) if enough_tokens is None else _longer_gain(prober, graded, samples, enough_tokens),
+        longer_gain=(0.0, 0.0, 0.0) if enough_tokens is None else longer_gain(prober, graded, samples, enough_tokens),
         ungraded=_share(rollout.reward is None for rollout in rollouts),
         unsupported=_share(rollout.unsupported for rollout in rollouts),
         timeouts=sum(rollout.timed_out for rollout in rollouts),
@@ -281,14 +282,15 @@ def _enough_tokens(prober: _Prober, groups: Sequence[Group], cut: float) -> tupl
     return None, limit
 
 
-def _longer_gain(
+def longer_gain(
     prober: _Prober, groups: Sequence[Group], samples: int, enough_tokens: int
 ) -> tuple[float, float, float]:
     """By how much the rewards of the same prompts rise with a longer limit, with the interval over prompts."""
-    before = {group.index: group.rewards for group in groups if any(one.truncated for one in group.rollouts)}
-    indices = list(before)[:LONGER_ITEMS]
-    longer = [group for group in prober.groups(indices, samples, max_tokens=enough_tokens) if group.graded]
-    return interval([float(np.mean(group.rewards) - np.mean(before[group.index])) for group in longer])
+    compared = groups[:LONGER_ITEMS]
+    cut = {group.index: group.rewards for group in compared if any(one.truncated for one in group.rollouts)}
+    longer = [group for group in prober.groups(list(cut), samples, max_tokens=enough_tokens) if group.graded]
+    gains = [float(np.mean(group.rewards) - np.mean(cut[group.index])) for group in longer]
+    return interval([*gains, *[0.0] * (len(compared) - len(cut))])
 
 
 def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float], float]:

@@ -48,10 +48,10 @@ class TaskEvidence:
     share of groups with unequal rewards by group size. `floor` is the lowest possible reward, `full` that of a success.
     `enough_tokens` is the smallest `max_tokens` tried that halves the truncated share, None if none does, and
     `longest_tried` the largest one; `longer_gain` is what completions up to `enough_tokens` earn more than those up to
-    `max_tokens`, with its interval. `junk_accepted` is the share of empty and senseless replies with full reward,
-    `noisy` is how much rewards changed when graded again, as a share of how much those of different completions
-    differ. `fixed_reward` is the mean reward of `fixed_reply` as
-    the reply to other prompts than those on which it was chosen, with its interval. `misplaced_reward` is the mean
+    `max_tokens`, over all prompts, with its interval. `junk_accepted` is the share of empty and senseless replies with
+    full reward, `noisy` is how much rewards changed when graded again, as a share of how much those of different
+    completions differ. `fixed_reward` is the mean reward of `fixed_reply` as the reply to other prompts than those on
+    which it was chosen, with its interval. `misplaced_reward` is the mean
     reward of replies to other prompts, and `own_gain` what replies to the prompt itself earn more, with its interval;
     None if that was not tried. `relative`: rewards only compare within a group.
     """
@@ -119,6 +119,12 @@ class TaskEvidence:
     def any_prompt_pays(self) -> bool:
         """Whether replies earn something, and not surely more at their own prompts than at others."""
         return self.own_gain is not None and self.own_gain[1] <= 0 and self._share(self.misplaced_reward) > NOTABLE
+
+    @property
+    def only_guesses(self) -> bool:
+        """Whether the model earns little, and not surely more than replies to other prompts do: its successes are
+        lucky, so that they show RL no way."""
+        return self.own_gain is not None and self.own_gain[1] <= 0 and self._share(self.mean[0]) <= NOTABLE
 
     @property
     def longer_limit_pays(self) -> bool:
@@ -198,7 +204,7 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             "Correct the grader, or add a part of the reward that depends on the prompt: RL would learn one reply to "
             "every prompt, or nothing. If the model only guesses, fine-tune it on demonstrations first",
         )
-    if best < LEAST_INFORMATIVE or seen.only_scraps:
+    if best < LEAST_INFORMATIVE or seen.only_scraps or (seen.only_guesses and not seen.relative):
         return _no_signal(seen, best_size, best)
     smallest = next(size for size, share in seen.informative.items() if share >= min(0.5, best))
     earned = f"the model succeeds in {success:.0%} of the cases"
@@ -221,6 +227,8 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
         rest = f"every one earned {seen.highest:g}, so there is no signal"
     elif seen.only_scraps:
         rest = f"the only signal is a little partial credit (mean reward {seen.mean[0]:.3f})"
+    elif share >= LEAST_INFORMATIVE:
+        rest = f"replies to other prompts earn {seen.misplaced_reward:.3f}, so that these successes may be lucky"
     if seen.truncated > TRUNCATED_LIMIT:
         rest += f"; {seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, "
         if seen.enough_tokens is None:
