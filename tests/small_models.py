@@ -110,12 +110,12 @@ UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
 
 
 def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """Writes a random model of one of `OTHER_FAMILIES` to `folder` and returns it (float32, eval)."""
+    """Writes a random model, such as of one of `OTHER_FAMILIES`, to `folder` and returns it (float32, eval)."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
              "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # fmt: skip
-    settings = {**shape, **OTHER_FAMILIES[family], **changes}
+    settings = {**shape, **OTHER_FAMILIES.get(family, {}), **changes}
     config = AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from small_models import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
@@ -312,7 +313,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path)
         with pytest.raises(InvalidRequestError, match=name.replace(".", r"\.")):
             TorchEngine(device="cpu").load_base("base", str(tmp_path))
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot be read"):
         TorchEngine(device="cpu").load_base("base", str(tmp_path))
 
 
@@ -322,3 +323,25 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (3, 4)
     (tmp_path / "generation_config.json").unlink()
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("ends", ["x", [1, "2"], 1.5])
+def test_end_tokens_that_are_no_ids_are_refused(ends: object, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(InvalidRequestError, match=r"eos_token_id"):
+        TorchEngine(device="cpu").load_base("a", str(tmp_path))
+
+
+def test_a_base_that_does_not_fit_or_is_damaged_is_named_with_a_remedy(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"cannot be read.*again"):
+        TorchEngine(device="cpu").load_base("a", str(tmp_path))
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRequestError, match=r"base_model = .*: tensor model\.norm\.weight is missing") as refusal:
+        TorchEngine(device="cpu").load_base("a", str(tmp_path))
+    assert refusal.value.value == str(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, take_gradient, train
+from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
@@ -90,6 +92,22 @@ def test_experts_of_one_tensor_may_be_stored_one_by_one(tmp_path: Path) -> None:
         write_model(folder, "tied", family="qwen3_5_moe_text", experts_apart=apart)
         assert ("model.layers.0.mlp.experts.0.up_proj.weight" in ModelFolder(folder).tensors()) == apart
         found.append(_bits(_engine(folder).sample([asked])[0]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_tensors_that_predict_further_tokens_are_left_out_as_transformers_leaves_them_out(
+    family: str, tmp_path: Path
+) -> None:
+    """Published files of these families have them."""
+    write_model(tmp_path / "plain", "tied", family=family)
+    shutil.copytree(tmp_path / "plain", tmp_path / "published")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    layer = {name.replace("model.layers.1.", "mtp.layers.0."): own.clone() for name, own in tensors.items()}
+    further = {name: own for name, own in layer.items() if name.startswith("mtp.")} | {"mtp.fc.weight": torch.ones(3)}
+    save_file(tensors | further, tmp_path / "published" / "model.safetensors", {"format": "pt"})
+    asked = job(np.random.default_rng(1).integers(0, 97, 20), max_tokens=4, prompt_logprobs=True)
+    found = [_bits(_engine(tmp_path / name).sample([asked])[0]) for name in ("plain", "published")]
     assert found[0] == found[1]
 
 

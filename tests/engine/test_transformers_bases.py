@@ -19,11 +19,12 @@ from small_models import (
     write_model,
     write_other_model,
 )
+from transformers import PreTrainedModel
 
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
 from mint.engine.model.torch_operations import TorchOperations
-from mint.engine.protocol import LORA_ALPHA, LoraSpec, MicroBatching, PassResult, TrainDatum, resolve_loss
+from mint.engine.protocol import LORA_ALPHA, LoraSpec, MicroBatching, PassResult, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
@@ -211,6 +212,80 @@ def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
         train(engine, "m")
         digests.append(engine.state_digest("m"))
     assert digests[0] == digests[1]
+
+
+LONG_ROPE = {"hidden_size": 64, "max_position_embeddings": 128, "original_max_position_embeddings": 40,
+             "sliding_window": 100,
+             "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                                 "original_max_position_embeddings": 40, "short_factor": [1.0] * 6,
+                                 "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]}}  # fmt: skip
+"""As Phi-4-mini has it: beyond 40 tokens all positions of a sequence are rotated otherwise."""
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_sequence_that_grows_beyond_longropes_switch_goes_on_from_the_logits_of_the_whole_sequence(
+    ends_early: bool, tmp_path: Path
+) -> None:
+    reference = write_other_model(tmp_path, "phi3", **LONG_ROPE)
+    engine = _trained(tmp_path)
+    engine.publish("m", "w")
+    prompt = np.random.default_rng(1).integers(3, 97, 30)
+    (result,) = engine.sample([job(prompt, temperature=0.0, max_tokens=24)])
+    assert result.samples[0].tokens.tolist() == _greedy(reference, prompt, 24)
+    stop = StopRule(token_ids=frozenset(range(3, 8))) if ends_early else StopRule()
+    (result,) = engine.sample([job(prompt, weights_id="w", num_samples=16, max_tokens=30, stop=stop)])
+    lengths = {len(sample.tokens) for sample in result.samples}
+    assert (len(lengths) > 1) == ends_early
+    for sample in result.samples:
+        whole = np.concatenate([prompt, sample.tokens])
+        if len(whole) < 43:
+            continue
+        trained = engine.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY).logprobs[0]
+        assert np.abs(trained[40:] - sample.logprobs[41 - len(prompt) :]).max() <= 1e-4
+
+
+def _greedy(model: PreTrainedModel, prompt: np.ndarray, count: int) -> list[int]:
+    """Each token by a forward of the whole sequence."""
+    tokens = torch.from_numpy(prompt)[None]
+    for _ in range(count):
+        with torch.no_grad():
+            tokens = torch.cat([tokens, model(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def test_a_short_sequence_beside_a_long_one_keeps_its_rotations(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "phi3", **LONG_ROPE)
+    rng = np.random.default_rng(2)
+    data = [datum(rng.integers(3, 97, length)) for length in (12, 70)]
+    found = []
+    for rows in (256, 1):
+        engine = TorchEngine(dtype="float32", threads=1, device="cpu", micro_batch_rows=rows)
+        engine.load_base("base", str(tmp_path))
+        engine.create_model("m", "base", LORA)
+        found.append(engine.forward("m", data, CROSS_ENTROPY).logprobs)
+    for one, other in zip(*found, strict=True):
+        assert np.abs(one - other).max() <= 1e-5
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "bert")
+    with pytest.raises(InvalidRequestError, match=r"it is an encoder.*is_decoder"):
+        _engine(tmp_path)
+
+
+def test_without_a_cache_the_difference_of_sampler_and_trainer_is_measured_too(tmp_path: Path) -> None:
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    write_other_model(tmp_path, "bamba", **mamba)
+    settings = _engine(tmp_path).load_base("base", "").settings
+    assert settings["sampling_cache"] == "none" and 0 < settings["sampler_trainer_logit_difference"] < 1e-3
+
+
+def test_a_config_that_transformers_own_code_cannot_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "deepseek_v3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_group": 3}))
+    with pytest.raises(InvalidRequestError, match="DeepseekV3ForCausalLM of transformers cannot run 24 tokens"):
+        _engine(tmp_path)
 
 
 def test_what_was_measured_at_load_is_told(tmp_path: Path) -> None:

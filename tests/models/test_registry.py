@@ -87,6 +87,13 @@ def test_an_incomplete_folder_says_what_is_missing(folder: Path, name: str) -> N
         resolve(str(folder), {})
 
 
+def test_pickled_weights_are_named_with_the_way_to_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InvalidRequestError, match=r"pytorch_model\.bin.*pickle.*save_pretrained") as refusal:
+        resolve(str(folder), {})
+    assert refusal.value.field == "base_model"
+
+
 def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(

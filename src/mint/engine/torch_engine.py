@@ -161,7 +161,15 @@ class TorchEngine:
             CheckpointError: a weight file is damaged.
         """
         if name not in self._bases:
-            self._bases[name] = self._open(name, ModelFolder(Path(path)))
+            try:
+                self._bases[name] = self._open(name, ModelFolder(Path(path)))
+            except InvalidRequestError as error:
+                if error.field == "base_model" and error.value is None:
+                    error.value = path
+                raise
+            except CheckpointError as error:
+                error.remedy = error.remedy or "Download or copy the model again"
+                raise
         return self._bases[name].info
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:

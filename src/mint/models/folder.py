@@ -17,8 +17,12 @@ from mint.models.tensor_files import StoredTensor, open_tensors
 _TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 """Models of text and images, by the `model_type` of config.json, whose text model is read alone: its architecture."""
 
-_LANGUAGE_MODEL, _BESIDE_TEXT = "model.language_model.", ("model.visual.", "mtp.")
-"""How tensors of the text model begin there, and those of other parts: images, and the prediction of further tokens."""
+_LANGUAGE_MODEL, _IMAGES = "model.language_model.", "model.visual."
+"""How tensors of the text model begin there, and those for images."""
+
+_FURTHER_TOKENS = "mtp."
+"""How tensors begin that predict further tokens, in published files of Qwen3-Next and Qwen3.5. No decoder reads them,
+and that of transformers has none."""
 
 
 class ModelFolder:
@@ -32,7 +36,7 @@ class ModelFolder:
         """Reads the configuration files.
 
         Raises:
-            InvalidRequestError: config.json is missing or is not a JSON object.
+            InvalidRequestError: config.json is missing or is not a JSON object, or its end tokens are no token ids.
         """
         self.path = path
         self.config = _read_json(path / "config.json")
@@ -43,30 +47,42 @@ class ModelFolder:
             self.config = _text_config(self.config, architecture)
         generation = path / "generation_config.json"
         self._generation = _read_json(generation) if generation.is_file() else {}
+        self._eos_token_ids = self._read_ends()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids of the tokens that end a text, from generation_config.json, else from config.json."""
+        return self._eos_token_ids
+
+    def _read_ends(self) -> tuple[int, ...]:
         found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
-        if found is None:
-            return ()
-        return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
+        ends = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(token) is int for token in ends):
+            raise InvalidRequestError(
+                f"has the eos_token_id {found!r}",
+                field="base_model",
+                value=str(self.path),
+                remedy="Write a token id, or a list of token ids, to generation_config.json or config.json",
+            )
+        return tuple(ends)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name, as floating point numbers, also where they are quantized; nothing is read yet.
+        """All tensors of the decoder by name, as floating point numbers, also where they are quantized; nothing is read
+        yet.
 
         Raises:
             CheckpointError: a file is missing or damaged.
             InvalidRequestError: they are quantized by another method than those in `quantized_tensors`.
         """
         stored = self._stored_tensors()
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(_FURTHER_TOKENS)}
         found = stored if self.quantization is None else dequantized(stored, self.quantization)
         if not self._has_images:
             return found
         return {
             name.replace(_LANGUAGE_MODEL, "model.", 1): tensor
             for name, tensor in found.items()
-            if not name.startswith(_BESIDE_TEXT)
+            if not name.startswith(_IMAGES)
         }
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:

@@ -66,9 +66,18 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             f"stands for {folder}, which lacks {', '.join(missing)}",
             field="base_model",
             value=name,
-            remedy="Complete the folder, or name another one with MINT_MODELS=name=path",
+            remedy=_how_to_complete(folder),
         )
     return folder
+
+
+def _how_to_complete(folder: Path) -> str:
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        return (
+            "Its weights are pickled (pytorch_model.bin), and a pickle can run code. On a machine that trusts them, "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes safetensors"
+        )
+    return "Complete the folder, or name another one with MINT_MODELS=name=path"
 
 
 def _is_path(target: str) -> bool:

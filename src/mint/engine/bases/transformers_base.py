@@ -58,6 +58,8 @@ class TransformersBase(BaseModel):
         rows = measured.micro_batch_rows
         if micro_batch_rows is not None and rows > 1:
             rows = micro_batch_rows
+        if decoder.rotation_switch is not None:  # a sequence that is padded to more would be rotated otherwise
+            rows = min(rows, decoder.rotation_switch)
         micro_batching = MicroBatching(rows, bool(recompute))
         log_micro_batches(name, micro_batching, budget)
         self._cache_use = measured.cache_use

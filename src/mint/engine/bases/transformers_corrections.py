@@ -21,6 +21,28 @@ def correct_steps(model: PreTrainedModel) -> None:
             module.get_submodule("in_proj").register_forward_hook(_RaiseTimeSteps(module))
 
 
+def rotation_switch(model: PreTrainedModel) -> int | None:
+    """The tokens beyond which a sequence has other rotations, in all its positions; None: there is no such length.
+
+    That is so with LongRoPE (arXiv 2402.13753), as in Phi-4-mini. `dynamic` scaling changes beyond the context alone.
+    """
+    switches = [
+        int(settings["original_max_position_embeddings"])
+        for module in model.modules()
+        for settings in _rope_settings(module)
+        if settings.get("rope_type") == "longrope" and settings.get("original_max_position_embeddings")
+    ]
+    return min(switches, default=None)
+
+
+def _rope_settings(module: Any) -> list[dict[str, Any]]:
+    """The `rope_parameters` of a module that rotates heads, and those of each kind of layer."""
+    settings = getattr(getattr(module, "config", None), "rope_parameters", None)
+    if not hasattr(module, "rope_type") or not isinstance(settings, dict):
+        return []
+    return [settings, *(own for own in settings.values() if isinstance(own, dict))]
+
+
 class _RaiseTimeSteps:
     """A hook on the input layer of a Mamba layer of Nemotron-H, whose last outputs are its time steps.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
-from mint.engine.bases.transformers_corrections import correct_steps
+from mint.engine.bases.transformers_corrections import correct_steps, rotation_switch
 from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
@@ -84,6 +84,8 @@ class TransformersDecoder:
         for name, layer in self._layers.items():
             layer.register_forward_hook(_AddLora(self, name))
         correct_steps(self._model)
+        self.rotation_switch = rotation_switch(self._model)
+        """The tokens beyond which all positions of a sequence are rotated otherwise; None: there is no such length."""
         self._is_plain = self._unembeds_plainly()
 
     @property
@@ -95,6 +97,11 @@ class TransformersDecoder:
     def class_name(self) -> str:
         """The class in transformers."""
         return type(self._model).__name__
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its configuration says that it is no decoder, which most configurations leave open."""
+        return getattr(self._model.config, "is_decoder", None) is False
 
     @property
     def context_length(self) -> int:

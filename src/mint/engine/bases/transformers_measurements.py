@@ -20,7 +20,7 @@ from mint.engine.bases.transformers_sampler import CacheUse
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.memory.cache_budget import CacheCost
 from mint.engine.memory.micro_batches import fit_rows
-from mint.engine.protocol import LoraSpec, TrainDatum
+from mint.engine.protocol import LoraSpec, TrainDatum, is_out_of_memory
 from mint.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -59,13 +59,12 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
     """Measures a loaded model, which may keep `budget` bytes of activations.
 
     Raises:
-        InvalidRequestError: the model gives logits that are not finite.
+        InvalidRequestError: the model's code fails, it gives logits that are not finite, or it is an encoder.
     """
     size = min(_PROMPT + _DECODED, decoder.context_length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(2, decoder.vocab_size - 1), decoder.vocab_size, (size,), generator=generator)
-    hidden, _ = decoder.prefill(tokens[None].to(decoder.device), None, use_cache=False)
-    whole = decoder.logits(hidden[0], [])
+    whole = _whole_logits(decoder, tokens.to(decoder.device))
     if not whole.isfinite().all():
         raise InvalidRequestError(
             "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
@@ -73,6 +72,26 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
     cache_use, difference = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
     cost = CacheCost(0, 0) if cache_use is CacheUse.NONE else _measure_cost(decoder, tokens.to(decoder.device))
     return Measurements(cache_use, cost, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
+
+
+def _whole_logits(decoder: TransformersDecoder, tokens: Tensor) -> Tensor:
+    """The logits [T, V] of a sequence that runs whole and alone.
+
+    Raises:
+        InvalidRequestError: the model's code fails.
+    """
+    try:
+        hidden, _ = decoder.prefill(tokens[None], None, use_cache=False)
+        return decoder.logits(hidden[0], [])
+    except _FAILURES as error:
+        if is_out_of_memory(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise InvalidRequestError(
+            f"{decoder.class_name} of transformers cannot run {len(tokens)} tokens: {first}",
+            field="base_model",
+            remedy="Check its config.json, or try another version of transformers",
+        ) from error
 
 
 def _measure_cache(
@@ -87,7 +106,29 @@ def _measure_cache(
             continue
         if difference <= tolerance * float(whole.std()):
             return use, difference
-    return CacheUse.NONE, 0.0
+    return CacheUse.NONE, _growth_difference(decoder, tokens, whole, tolerance)
+
+
+def _growth_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float) -> float:
+    """How far the logits at the end of shorter sequences are from those at the same places of the whole one."""
+    difference = 0.0
+    for size in range(max(1, len(tokens) - _DECODED), len(tokens)):
+        found = _whole_logits(decoder, tokens[:size])
+        difference = max(difference, float((found[-1] - whole[size - 1]).abs().max()))
+    if difference <= tolerance * float(whole.std()):
+        return difference
+    if decoder.is_encoder:
+        raise InvalidRequestError(
+            f"{decoder.class_name} sees the tokens behind the one whose successor it predicts: it is an encoder",
+            field="base_model",
+            remedy='Choose a decoder. If it was trained as one, say "is_decoder": true in config.json',
+        )
+    log.warning(
+        "%s: logits of a token depend on the tokens behind it, by up to %.1e; so the sampler's are not the trainer's",
+        decoder.class_name,
+        difference,
+    )
+    return difference
 
 
 def _measure_cost(decoder: TransformersDecoder, tokens: Tensor) -> CacheCost:

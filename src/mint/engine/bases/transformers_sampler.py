@@ -315,7 +315,12 @@ class TransformersSampler:
     def _advance(self, part: _Part) -> None:
         """Decodes one token for each sample of a part."""
         decoder, lora = self._decoder, part.entry.lora
-        if part.cache is None:
+        if part.cache is not None and self._length(part) - 1 == decoder.rotation_switch:
+            part.samples, part.cache = self._live(part), None  # its keys are rotated as those of shorter sequences
+            hidden, part.cache = decoder.prefill(self._known_tokens(part), lora, use_cache=True)
+            self._counters["prefilled"] += hidden.shape[0] * hidden.shape[1]
+            last = hidden[:, -1]
+        elif part.cache is None:
             hidden, _ = decoder.prefill(self._known_tokens(part), lora, use_cache=False)
             last = hidden[:, -1]
         else:
