@@ -8,7 +8,7 @@
 | `MINT_HOME` | journal, checkpoints and runs of embedded use | `~/.mint` |
 | `MINT_MODELS` | comma-separated `name=path-or-name`: the weights that a base-model name stands for | unset |
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
-| `MINT_QUANTIZE` | bits of the base model's layers: `nf4` (4), `int8` or `fp8` (8); the loras stay in float32 | none |
+| `MINT_QUANTIZE` | bits of the base's layers: `nf4` (4), `int8` or `fp8` (8); `mxfp4` where files have it | none |
 | `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
 | `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | a quarter of what is free |
 | `MINT_LORA_CACHE_MIB` | memory for LoRAs to sample from; others are read when asked for | an eighth of what is free |
@@ -157,7 +157,7 @@ class Settings(BaseSettings):
     home: Path = Path("~/.mint")
     models: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
-    quantize: Literal["nf4", "int8", "fp8"] | None = None
+    quantize: Literal["nf4", "int8", "fp8", "mxfp4"] | None = None
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     kv_cache_mib: int | None = Field(None, ge=1)
     lora_cache_mib: int | None = Field(None, ge=1)

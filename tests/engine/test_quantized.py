@@ -17,13 +17,15 @@ from small_models import write_model, write_other_model
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.panels import NativeProducts, panel_matrix
-from mint.engine.quantized.number_formats import NF4_VALUES, Quantization, QuantizedWeight, quantize
+from mint.engine.quantized.number_formats import NF4_VALUES, Quantization, QuantizedWeight, keep_mxfp4, quantize
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.quantized.quantized_panels import QuantizedPanels
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
 
 KINDS: tuple[Quantization, ...] = get_args(Quantization)
+ROUNDED: tuple[Quantization, ...] = tuple(kind for kind in KINDS if kind != "mxfp4")
+"""Those to which mint rounds matrices; MXFP4 is read from files alone (test_quantized_folders.py)."""
 BLOCKS = {"nf4": 64, "int8": None, "fp8": 128}
 SHAPES = [(48, 64), (112, 128), (64, 576), (320, 1536)]
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
@@ -53,13 +55,25 @@ def _weight(outputs: int, inputs: int) -> torch.Tensor:
     return weight
 
 
+def _mxfp4(outputs: int, inputs: int) -> QuantizedWeight:
+    """Any codes, with scales from 1/16 to 2."""
+    generator = torch.Generator().manual_seed(inputs)
+    codes = torch.randint(256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(-4, 2, (outputs, inputs // 32), generator=generator).float().exp2()
+    found = keep_mxfp4(codes, scales)
+    assert found is not None
+    return found
+
+
 def _quantized(outputs: int, inputs: int, kind: Quantization) -> QuantizedWeight:
+    if kind == "mxfp4":
+        return _mxfp4(outputs, inputs)
     found = quantize(_weight(outputs, inputs), kind)
     assert found is not None and (found.outputs, found.inputs) == (outputs, inputs)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_each_number_becomes_the_nearest_that_a_code_can_stand_for(
     outputs: int, inputs: int, kind: Quantization
@@ -73,7 +87,7 @@ def test_each_number_becomes_the_nearest_that_a_code_can_stand_for(
         assert np.abs(np.abs(row - found) - nearest).max() <= 1e-6 * scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_what_a_code_stands_for_is_quantized_to_itself(kind: Quantization) -> None:
     widened = _quantized(64, 576, kind).widen()
     again = quantize(widened, kind)
@@ -86,7 +100,7 @@ def test_widths_that_do_not_fit_are_left_alone() -> None:
     assert quantize(torch.ones(4, 6), "int8") is None
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("nf4", 4.5), ("int8", 8.1), ("fp8", 8.25)])
+@pytest.mark.parametrize(("kind", "bits"), [("nf4", 4.5), ("int8", 8.1), ("fp8", 8.25), ("mxfp4", 5)])
 def test_a_number_takes_so_many_bits(kind: Quantization, bits: float) -> None:
     assert 8 * _quantized(320, 1536, kind).size_bytes / (320 * 1536) <= bits
 
@@ -213,7 +227,7 @@ def _write_widened(source: Path, target: Path, kind: Quantization) -> None:
     "native",
     [pytest.param(True, marks=NEEDS_COMPILER, id="native"), pytest.param(False, marks=pytest.mark.slow, id="torch")],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
     family: str, kind: Quantization, native: bool, native_folder: Path, tmp_path: Path
@@ -242,7 +256,7 @@ def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
     family: str,

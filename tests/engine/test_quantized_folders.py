@@ -14,6 +14,11 @@ from quantized_folders import Quantized, e4m3_values, quantize_folder, to_fp8, t
 from small_models import write_model, write_other_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mint.engine.memory.base_bytes import base_bytes
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.model.weight_loader import load_weights
+from mint.engine.model.weights import MixtureWeights
 from mint.engine.protocol import LORA_ALPHA, LoraSpec
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
@@ -260,6 +265,59 @@ def test_an_mxfp4_base_computes_with_the_numbers_of_its_files(implementation: st
     engine = _engine(tmp_path, implementation=implementation)
     assert engine.load_base("base", "").settings["implementation"] == implementation
     assert np.abs(_own_logprobs(engine, TOKENS) - _logprobs(reference, TOKENS)).max() <= 2e-5
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_are_kept_in_mxfp4_have_the_same_numbers(
+    dtype: str, native: bool, native_folder: Path, tmp_path: Path
+) -> None:
+    _write_mxfp4(tmp_path)
+    kernels = native_folder if native else None
+    lora = LoraSpec(4, 7, train_attn=True, train_mlp=True, train_unembed=True)
+    kept, plain = (_engine(tmp_path, dtype=dtype, native=kernels, quantize=kind) for kind in ("mxfp4", None))
+    assert kept.load_base("base", "").settings["quantization"] == "mxfp4"
+    for engine in (kept, plain):
+        engine.create_model("m", "base", lora)
+    train(plain, "m")
+    kept.write_state("m", plain.read_state("m"))
+    data = random_data(2)
+    found, expected = (engine.forward_backward("m", data, CROSS_ENTROPY).logprobs for engine in (kept, plain))
+    differences = np.abs(np.concatenate(found) - np.concatenate(expected))
+    if dtype == "float32":
+        assert differences.max() <= 2e-5
+        own_gradient, gradient = take_gradient(kept, "m"), take_gradient(plain, "m")
+        scale = max(float(np.abs(part).max()) for part in gradient.values())
+        assert all(np.abs(own_gradient[name] - gradient[name]).max() <= 1e-4 * scale for name in gradient)
+    else:  # products are rounded, so that a token may go to another of two near experts
+        assert np.median(differences) <= 0.02
+    kept.publish("m", "w")
+    prompt = TOKENS[:21]
+    for sample in kept.sample([job(prompt, weights_id="w", num_samples=3, max_tokens=9)])[0].samples:
+        whole = np.concatenate([prompt, sample.tokens])
+        trained = kept.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY).logprobs[0]
+        assert np.array_equal(trained[len(prompt) - 1 :], sample.logprobs)
+
+
+def test_kept_mxfp4_takes_five_bits_for_each_number_of_experts(tmp_path: Path) -> None:
+    _write_mxfp4(tmp_path)
+    folder, operations = ModelFolder(tmp_path), TorchOperations(torch.bfloat16, torch.device("cpu"))
+    config = read_decoder_config(folder.config)
+    loaded = load_weights(config, folder.tensors(), operations, "mxfp4")
+    mixture = loaded.layers[1].mlp
+    assert isinstance(mixture, MixtureWeights)
+    for expert in mixture.experts:
+        for matrix in (expert.gate_up, expert.down):
+            assert 8 * matrix.size_bytes == 5 * matrix.outputs * matrix.inputs
+    plain, kept = (base_bytes(config, folder.tensors(), operations, kind) for kind in (None, "mxfp4"))
+    experts = 3 * config.num_hidden_layers * 6 * 64 * 96
+    assert plain - kept == (16 - 5) * experts // 8
+
+
+def test_mxfp4_is_refused_for_a_base_that_is_not_stored_in_it(tmp_path: Path) -> None:
+    write_model(tmp_path, "untied", family="gpt_oss")
+    with pytest.raises(InvalidRequestError, match=r"MINT_QUANTIZE = mxfp4.*GPT-OSS model has none.*nf4"):
+        _engine(tmp_path, quantize="mxfp4")
 
 
 @pytest.mark.parametrize("part", ["_scales", "_blocks"])

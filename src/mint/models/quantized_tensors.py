@@ -60,10 +60,18 @@ class Mxfp4Tensor(StoredTensor):
         stored, exponents = super().read(part), self.scales.read(part)
         codes = (stored.unsqueeze(-1) >> stored.new_tensor((0, 4))).bitwise_and_(15)
         doubled = stored.char().new_tensor(_E2M1_DOUBLED).index_select(0, codes.flatten().int())
-        # 2^(exponent - 127), and the half of it; in float64, in which none of them is subnormal
-        scales = (exponents.double() - 128).exp2().float().masked_fill_(exponents == 255, float("nan"))
-        numbers = doubled.float().view(*exponents.shape, _MXFP4_BLOCK).mul_(scales.unsqueeze(-1))
+        halves = _powers_of_two(exponents, 128)
+        numbers = doubled.float().view(*exponents.shape, _MXFP4_BLOCK).mul_(halves.unsqueeze(-1))
         return numbers.flatten(-2).transpose(-1, -2).contiguous()
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of what `read_codes` gives for all experts: 5 bits for each number."""
+        return prod(self.shape) // 2 + 4 * prod(self.scales.shape)
+
+    def read_codes(self, part: int) -> tuple[Any, Any]:
+        """Of one expert the bytes with two codes [O, I / 2], and the scales, float32 [O, I / 32]."""
+        return super().read(part).flatten(-2), _powers_of_two(self.scales.read(part), 127)
 
 
 def dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -106,6 +114,12 @@ def _with_scales(tensors: Mapping[str, StoredTensor], scale: str, blocks: object
         block = _block(tensor, scales, blocks)
         found[name] = Fp8Tensor("F32", tensor.shape, tensor.name, tensor.file, tensor.path, scales, block)
     return found
+
+
+def _powers_of_two(exponents: Any, bias: int) -> Any:
+    """2^(exponent - bias) in float32, from bytes of which 255 is not a number."""
+    # in float64, in which none of them is subnormal
+    return (exponents.double() - bias).exp2().float().masked_fill_(exponents == 255, float("nan"))
 
 
 def _with_exponents(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

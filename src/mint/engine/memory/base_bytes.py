@@ -10,6 +10,7 @@ import torch
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.operations import Operations
 from mint.engine.quantized.number_formats import Quantization, quantized_bytes
+from mint.models.quantized_tensors import Mxfp4Tensor
 from mint.models.tensor_files import StoredTensor
 
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -27,7 +28,7 @@ def base_bytes(
     for name, tensor in tensors.items():
         if name == _UNEMBEDDING and config.tie_word_embeddings:
             continue
-        total += _tensor_bytes(name, tensor.shape, operations.dtype, quantization)
+        total += _tensor_bytes(name, tensor, operations.dtype, quantization)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     if quantization == "int8":  # the codes of the unembedding stand for its tensor
         is_tied = config.tie_word_embeddings
@@ -36,11 +37,14 @@ def base_bytes(
     return total + operations.unembedding_copy_bytes(vocabulary, hidden)
 
 
-def _tensor_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization | None) -> int:
+def _tensor_bytes(name: str, tensor: StoredTensor, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    shape = tensor.shape
     entries = math.prod(shape)
     is_router = name.endswith((".router.weight", ".mlp.gate.weight"))
     if len(shape) < 2 or is_router or name.endswith((".conv1d.weight", ".sinks", "_bias")):
         return 4 * entries  # in float32, whatever the dtype of the matrices is
+    if quantization == "mxfp4" and isinstance(tensor, Mxfp4Tensor):
+        return tensor.kept_bytes
     quantized = None
     if quantization is not None and name not in (_UNEMBEDDING, _EMBEDDING):
         quantized = quantized_bytes(entries // shape[-1], shape[-1], quantization)

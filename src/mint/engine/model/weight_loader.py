@@ -24,9 +24,16 @@ from mint.engine.model.weights import (
     MlpWeights,
     SharedExpertWeights,
 )
-from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, join_outputs, keep_fp8, quantize
+from mint.engine.quantized.number_formats import (
+    Quantization,
+    QuantizedWeight,
+    join_outputs,
+    keep_fp8,
+    keep_mxfp4,
+    quantize,
+)
 from mint.errors import InvalidRequestError
-from mint.models.quantized_tensors import Fp8Tensor
+from mint.models.quantized_tensors import Fp8Tensor, Mxfp4Tensor
 from mint.models.tensor_files import StoredTensor
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
@@ -43,11 +50,20 @@ def load_weights(
 
     With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it.
     FP8 keeps the numbers of matrices that are stored in it. int8 quantizes the unembedding, too; the embedding stays as
-    it is. Each layer is given to `source`, if there is one, before the next is read.
+    it is. MXFP4 keeps the experts that are stored in it, and quantizes nothing. Each layer is given to `source`, if
+    there is one, before the next is read.
 
     Raises:
-        InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
+        InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family; or
+            MXFP4 is asked for, and no tensor is stored in it.
     """
+    if quantization == "mxfp4" and not any(isinstance(tensor, Mxfp4Tensor) for tensor in tensors.values()):
+        raise InvalidRequestError(
+            f"keeps experts that are stored in MXFP4, and this {config.family.name} model has none",
+            field="MINT_QUANTIZE",
+            value=quantization,
+            remedy="Use nf4, which takes as little memory",
+        )
     loader = _Loader(config, tensors, operations, quantization)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -199,11 +215,19 @@ class _Loader:
             biases.append(self.take(f"{name}_bias", (count, shape[0])) if tensors.biases else [None] * count)
         experts = []
         for expert in range(count):  # one after the other: all of a layer in float32 would take gigabytes
-            read = [self._read(tensor, self._operations.dtype, expert) for tensor in stored]
-            gate_up, down = (self._layout(own.t().contiguous() if tensors.inputs_first else own) for own in read)
+            gate_up, down = (self._expert_matrix(tensor, expert, tensors) for tensor in stored)
             experts.append(MlpWeights(gate_up, down, *(bias[expert] for bias in biases)))
             self._operations.release_memory()
         return experts
+
+    def _expert_matrix(self, stored: StoredTensor, expert: int, tensors: ExpertTensors) -> Matrix:
+        if self._quantization == "mxfp4" and isinstance(stored, Mxfp4Tensor):
+            codes, scales = (part.to(self._operations.device, copy=True) for part in stored.read_codes(expert))
+            kept = keep_mxfp4(codes, scales)
+            if kept is not None:
+                return self._operations.quantized_matrix(kept)
+        own = self._read(stored, self._operations.dtype, expert)
+        return self._layout(own.t().contiguous() if tensors.inputs_first else own)
 
     def _shared_expert(self, prefix: str, mixture: ExpertsConfig) -> SharedExpertWeights | None:
         width = mixture.shared_intermediate_size

@@ -1,7 +1,8 @@
-"""Matrices with 4 or 8 bits for each number: NF4, int8 and FP8. Letters: I inputs · O outputs.
+"""Matrices with 4 or 8 bits for each number: NF4, MXFP4, int8 and FP8. Letters: I inputs · O outputs.
 
 Sources: NF4 is from QLoRA (arXiv 2305.14314), in blocks of 64 inputs as bitsandbytes has them. int8 has one scale for
-each output, as in LLM.int8 (arXiv 2208.07339), without its outliers. FP8 is E4M3 (arXiv 2209.05433).
+each output, as in LLM.int8 (arXiv 2208.07339), without its outliers. FP8 is E4M3 (arXiv 2209.05433). MXFP4 (OCP
+Microscaling Formats 1.0) is E2M1 with a power of two for 32 inputs. Only files hold it; nothing is rounded to it here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Quantization = Literal["nf4", "int8", "fp8"]
+Quantization = Literal["nf4", "int8", "fp8", "mxfp4"]
 
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -22,6 +23,12 @@ NF4_VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """Quantiles of a normal distribution, scaled to 1: the values of a code."""
+
+E2M1_VALUES = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The values of a code of MXFP4, the highest bit of which is the sign."""
+
+TABLES: dict[Quantization, tuple[float, ...]] = {"nf4": NF4_VALUES, "mxfp4": E2M1_VALUES}
+"""By format with codes of 4 bits, the values of the codes."""
 
 NF4_BLOCK, FP8_BLOCK = 64, 128
 INT8_LARGEST, FP8_LARGEST = 127, 448.0
@@ -70,8 +77,8 @@ class QuantizedWeight:
         bits = WORD_BITS // each
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=self.codes.device)
         codes = (self.codes[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1).view(self.outputs, self.inputs)
-        if self.kind == "nf4":
-            values = torch.tensor(NF4_VALUES, device=codes.device)[codes]
+        if self.kind in TABLES:
+            values = torch.tensor(TABLES[self.kind], device=codes.device)[codes]
         elif self.kind == "int8":
             values = codes.to(torch.uint8).view(torch.int8).float()
         else:
@@ -81,13 +88,13 @@ class QuantizedWeight:
 
 def codes_per_word(kind: Quantization) -> int:
     """Codes in a word of 32 bits."""
-    return 8 if kind == "nf4" else 4
+    return 8 if kind in TABLES else 4
 
 
 def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
     """The nearest codes to a matrix [O, I], which is scaled so that the largest number of a block has the largest code.
 
-    None where I does not fit: NF4 needs a multiple of 64, the others of 4.
+    None where I does not fit: NF4 needs a multiple of 64, int8 and FP8 of 4. None for MXFP4.
     """
     inputs = weight.shape[1]
     block = _block(inputs, kind)
@@ -105,7 +112,9 @@ def quantized_bytes(outputs: int, inputs: int, kind: Quantization) -> int | None
 
 
 def _block(inputs: int, kind: Quantization) -> int | None:
-    """Inputs with one scale; None where so many inputs do not fit."""
+    """Inputs with one scale; None where so many inputs do not fit, or nothing is quantized to `kind`."""
+    if kind == "mxfp4":
+        return None
     block = {"nf4": NF4_BLOCK, "int8": inputs, "fp8": inputs if inputs % FP8_BLOCK else FP8_BLOCK}[kind]
     return None if inputs % block or inputs % codes_per_word(kind) else block
 
@@ -139,6 +148,17 @@ def keep_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Quantized
     if (columns < inputs and inputs % columns) or inputs % codes_per_word("fp8"):
         return None
     return QuantizedWeight("fp8", _pack(codes.view(torch.uint8), "fp8"), scales.repeat_interleave(rows, 0)[:outputs])
+
+
+def keep_mxfp4(codes: Tensor, scales: Tensor) -> QuantizedWeight | None:
+    """A matrix of MXFP4 codes as it is: bytes [O, I / 2] with two of them, the first one in the lower bits, and scales,
+    float32 [O, I / 32]. No number is copied.
+
+    None where the bytes do not lie in words of 4.
+    """
+    if codes.shape[1] % 4 or not codes.is_contiguous():
+        return None
+    return QuantizedWeight("mxfp4", codes.view(torch.int32), scales)
 
 
 def join_outputs(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

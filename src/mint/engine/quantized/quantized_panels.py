@@ -16,9 +16,9 @@ from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
 from mint.engine.cpu.onednn import dense_gradient
 from mint.engine.cpu.panels import NativeProducts, is_compiled
 from mint.engine.cpu.threads import Int64
-from mint.engine.quantized.number_formats import NF4_VALUES, Quantization, QuantizedWeight
+from mint.engine.quantized.number_formats import TABLES, Quantization, QuantizedWeight
 
-KERNELS: dict[Quantization, str] = {"nf4": "codes4", "int8": "int8", "fp8": "fp8"}
+KERNELS: dict[Quantization, str] = {"nf4": "codes4", "mxfp4": "codes4", "int8": "int8", "fp8": "fp8"}
 """By format, how the names of its kernels in quantized.c begin."""
 
 OFFSET = -0x7F7F7F80
@@ -54,7 +54,7 @@ class QuantizedPanels:
         codes = _arranged(weight, paired=kernels.instructions in PAIRED)
         self._codes = kernels.empty_matrix(codes.shape, codes.dtype).copy_(codes)
         self._scales = _in_panels(weight.scales)
-        self._table = torch.tensor(NF4_VALUES)
+        self._table = torch.tensor(TABLES.get(weight.kind, ()))
         self.product_kernel = _product(kernels, weight.kind, dtype)
         self.turn_kernel = self._turn(dtype)
         arrays = [own.numpy() for own in (self._codes, self._scales, self._table)]
@@ -139,7 +139,7 @@ def _arranged(weight: QuantizedWeight, *, paired: bool) -> Tensor:
     codes = weight.codes
     if weight.kind == "int8":
         return _in_panels(codes ^ OFFSET)
-    if weight.kind == "nf4":
+    if weight.kind in TABLES:
         places = [4 * (code // 2) + 16 * (code % 2) for code in range(8)]
         words = torch.zeros_like(codes)
         for code, place in enumerate(places):
