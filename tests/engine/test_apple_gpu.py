@@ -119,8 +119,19 @@ def test_the_table_tells_what_is_missing_there(table: dict[str, Any]) -> None:
     assert not _has_kernel("aten::mm.dtype", table)
 
 
-def test_a_device_that_is_not_here_is_refused_by_name() -> None:
-    if Device("mps", None, gpu_kernels=True).is_present:
+@pytest.mark.parametrize("name", ["mps", "cuda"])
+def test_a_device_on_which_torch_does_not_compute_is_refused_by_name_with_its_own_words(name: str) -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has one")
-    with pytest.raises(InvalidRequestError, match="MINT_DEVICE = mps"):
-        TorchEngine(device="mps")
+    with pytest.raises(
+        InvalidRequestError, match=f"MINT_DEVICE = {name}: is not a device .*PyTorch|Torch not compiled"
+    ):
+        TorchEngine(device=name)
+
+
+def test_only_gpus_that_multiply_bfloat16_have_bases_in_it_by_default() -> None:
+    """One that is not here is planned for as if it did."""
+    found = {name: Device(name, None, gpu_kernels=True).default_dtype for name in ("cpu", "mps")}
+    assert set(found.values()) == {torch.float32}
+    if not torch.cuda.is_available():
+        assert Device("cuda", None, gpu_kernels=True).default_dtype == torch.bfloat16

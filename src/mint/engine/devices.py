@@ -144,8 +144,13 @@ class Device:
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """The dtype of base weights where none is asked for."""
-        return torch.float32 if self.torch.type == "cpu" else torch.bfloat16
+        """The dtype of base weights where none is asked for: bfloat16 on GPUs that multiply it, and on one that is not
+        here."""
+        if not self.is_gpu or (
+            torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            return torch.float32
+        return torch.bfloat16
 
     @property
     def is_gpu(self) -> bool:
@@ -183,9 +188,25 @@ class Device:
     @property
     def is_present(self) -> bool:
         """Whether torch sees it in this machine."""
-        if self.torch.type == "mps":
-            return torch.backends.mps.is_available()
         return not self.is_gpu or torch.cuda.is_available()
+
+    def require(self) -> None:
+        """Tries out whether torch computes on it.
+
+        Raises:
+            InvalidRequestError: this machine lacks it, the build of torch has no code for it, or others use it alone.
+        """
+        if self.torch.type == "cpu":
+            return
+        try:
+            (torch.ones(1, device=self.torch) + 1).item()
+        except (RuntimeError, AssertionError) as error:
+            raise InvalidRequestError(
+                f"is not a device on which torch {torch.__version__} computes here: {str(error).splitlines()[0]}",
+                field="MINT_DEVICE",
+                value=str(self.torch),
+                remedy="Set MINT_DEVICE=cpu to compute on the processor, or install a build of torch for this device",
+            ) from error
 
     @property
     def free_bytes(self) -> int | None:

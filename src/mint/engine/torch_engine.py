@@ -93,7 +93,8 @@ class TorchEngine:
         chunked: bool = False,
         peers: Peers = ALONE,
     ) -> None:
-        """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
+        """`dtype` of the base weights: by default bfloat16 on a GPU that multiplies it, else float32. `device` by
+        default the GPU.
 
         `kv_cache_bytes` bounds the KV cache of each base; None: a quarter of the memory that is free once the base is
         loaded, and no more than it can use. Up to `prefix_cache_bytes` of it (None: an eighth, or 512 MiB if that is
@@ -114,17 +115,11 @@ class TorchEngine:
         calls that train.
 
         Raises:
-            InvalidRequestError: this machine lacks the device; `chunked` on a GPU, or with `quantize`.
+            InvalidRequestError: torch does not compute on the device; `chunked` on a GPU, or with `quantize`.
             MissingExtraError: native kernels are required and cannot be compiled.
         """
         self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant, gpu_off=gpu_off)
-        if not self._device.is_present:
-            raise InvalidRequestError(
-                f"is not in this machine, or torch {torch.__version__} does not see it",
-                field="MINT_DEVICE",
-                value=str(self._device.torch),
-                remedy="Unset it to compute on what torch sees, or install a build of torch for this device",
-            )
+        self._device.require()
         self._dtype = self._device.default_dtype if dtype is None else DTYPES[dtype]
         if threads is not None:
             torch.set_num_threads(threads)
