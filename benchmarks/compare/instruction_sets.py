@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from mint.engine.quantized.number_formats import Quantization, quantize
 
 Run = Callable[[], object]
 INPUTS, OUTPUTS, RANK, ROWS = 512, 1536, 16, 128
+KINDS: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
 LEAST_S = 0.02
 
 
@@ -44,7 +44,7 @@ def operations_of(name: str) -> dict[str, Run]:
         attention = NativePackedAttention(kernels, attention_blocks([Span(0, 256)]), 8, 4, {})
         found[f"attention {type_name}"] = partial(attention, 0, heads)
         found[f"attention {type_name}, with gradient"] = partial(_backward, attention, heads)
-        for kind in get_args(Quantization):
+        for kind in KINDS:
             weight = quantize(torch.randn(OUTPUTS, INPUTS), kind)
             assert weight is not None, "the widths fit all formats"
             quantized = operations.quantized_matrix(weight)
