@@ -333,10 +333,23 @@ class ServeSettings(BaseSettings):
         return found
 
     def with_cluster(self, base: Settings) -> Settings:
-        """`base` with the cluster and the samplers that these settings ask for, if they do."""
-        names = ("cluster", "trainers", "samplers", "shard_base", "tensor_parallel", "sampler", "sampler_folder")
-        given = {name: getattr(self, name) for name in names}
-        return base.model_copy(update={name: value for name, value in given.items() if value is not None})
+        """`base` with the cluster and the samplers that these settings ask for, if they do.
+
+        Raises:
+            InvalidRequestError: they say how a cluster is to be, and none is asked for.
+        """
+        of_cluster = ("trainers", "samplers", "shard_base", "tensor_parallel")
+        given = {name: getattr(self, name) for name in ("cluster", *of_cluster, "sampler", "sampler_folder")}
+        merged = base.model_copy(update={name: value for name, value in given.items() if value is not None})
+        for name in of_cluster:
+            if given[name] and merged.cluster is None:
+                raise InvalidRequestError(
+                    "has no effect without a cluster",
+                    field=f"--{name.replace('_', '-')}",
+                    value=given[name],
+                    remedy="Add --cluster local",
+                )
+        return merged
 
     @classmethod
     def settings_customise_sources(

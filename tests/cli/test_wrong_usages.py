@@ -222,6 +222,23 @@ USAGES = [
     ("dashboard --port TAKEN", "cannot be listened on", "0 for any that is free"),
     ("dashboard --host 0.0.0.0", "--host = 0.0.0.0", "mint keys create"),
     ("scale", "numbers = (none)", "--trainers, --samplers or both"),
+    # what would have no effect, or would wait for ever
+    ("serve --trainers 3", "--trainers = 3: has no effect without a cluster", "Add --cluster local"),
+    ("serve --shard-base", "--shard-base = True: has no effect", "Add --cluster local"),
+    ("serve --tensor-parallel 2", "--tensor-parallel = 2: has no effect", "Add --cluster local"),
+    ("worker --join nope", "--join = nope: is not the address of a server", "http://HOST:PORT"),
+    ("worker", "'--join'", "--help"),
+    ("train rl task=settings.py:Own", "settings.py: DEMO = {'steps': 3}: is no RLConfig", "DEMO = RLConfig(…)"),
+    ("train rl task=own.py:Own base_model=", "base_model = : is not a known base model", "mint models pull NAME"),
+    ("serve --model mint/tny", "base_model = mint/tny", "Did you mean mint/tiny?"),
+    ("serve --sampler vllm=nope", "--sampler = vllm=nope", "vllm=http://HOST:PORT"),
+    ("status --base-url nope", "--base-url", "--url"),
+    ("checkpoints download nope", "run = nope", "`mint runs list`"),
+    ("plan --model mint/tiny --gpus eight", "--gpus = eight", "Write 8xH100"),
+    ("plan --model mint/tiny --context 16kk", "'16kk'", "write 2048 or 16k"),
+    ("train rl task=math base_model=mint/tiny temperature=-1", "RLConfig.temperature = -1.0", "above 0"),
+    ("train distill task=math teacher=mint/tiny student=x", "{'student': 'x'}", "Its options are"),
+    ("export nope --format hf --output own.py", "run = nope", "`mint runs list`"),
 ]
 
 
@@ -241,6 +258,7 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
     Path("broken.py").write_text("def f(:\n")
     Path("pairs.jsonl").write_text('{"prompt": "a"}\n')
+    Path("settings.py").write_text("from own import Own\nDEMO = {'steps': 3}\n")
     Path("folder").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = shlex.split(line.replace("TAKEN", str(taken.getsockname()[1])))

@@ -69,6 +69,9 @@ def worker(
 
     configure_logs(format="console", level="info")
     try:
+        if not join.startswith(("http://", "https://")):
+            remedy = "Write http://HOST:PORT or https://HOST"
+            raise InvalidRequestError("is not the address of a server", field="--join", value=join, remedy=remedy)
         work(read_settings(), join, model=model, host=host, port=port, announce=typer.echo)
     except MintError as error:
         fail(error)

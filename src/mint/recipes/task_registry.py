@@ -178,9 +178,25 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
         given = {"seed": seed, **options} if wants_seed else options
         with _errors_of_user_class(module, rest, name):
             adapter = as_task(_construct(make, name, (), given))
-        own = getattr(module, "DEMO", None)
-        return _choice(adapter, own if isinstance(own, RLConfig) else RLConfig.from_env(), seed)
+        return _choice(adapter, _own_settings(module, source), seed)
     raise unknown_task(name)
+
+
+def _own_settings(module: ModuleType, source: str) -> RLConfig:
+    """The settings that a user's file proposes as `DEMO`, or else those of the environment.
+
+    Raises:
+        InvalidRequestError: `DEMO` is something else.
+    """
+    own = getattr(module, "DEMO", None)
+    if own is None:
+        return RLConfig.from_env()
+    if not isinstance(own, RLConfig):
+        remedy = "Write DEMO = RLConfig(…), or give it another name"
+        raise InvalidRequestError(
+            f"is no RLConfig, but {type(own).__name__}", field=f"{source}: DEMO", value=own, remedy=remedy
+        )
+    return own
 
 
 def _choice(adapter: Task, config: RLConfig, seed: int) -> TaskChoice:
