@@ -51,9 +51,9 @@ def make_runs(home: Path) -> None:
 
 
 @contextmanager
-def served(home: Path) -> Iterator[str]:
-    """The address of `mint dashboard` over `home`."""
-    command = [*MINT, "dashboard", "--data-dir", str(home), "--port", "0", "--start-runs"]
+def served(home: Path, *arguments: str) -> Iterator[str]:
+    """The address of `mint dashboard --start-runs` over `home`, or of what `arguments` start."""
+    command = [*MINT, *(arguments or ("dashboard", "--start-runs")), "--data-dir", str(home), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -101,6 +101,10 @@ def take_all(address: str, browser: Any) -> None:
     light.wait_for_load_state("load")
     take(light, "start")
 
+    light.goto(f"{address}/compare?run=math&run=math-too-fast")
+    light.wait_for_selector("#charts[aria-busy=false]", state="attached")
+    take(light, "compare")
+
     dark = browser.new_context(viewport=SIZE, color_scheme="dark", bypass_csp=True).new_page()
     dark.goto(samples)
     dark.wait_for_function("performance.getEntriesByName('rollouts shown').length > 0")
@@ -108,11 +112,30 @@ def take_all(address: str, browser: Any) -> None:
     take(dark, "dark")
 
 
+def take_service(address: str, browser: Any, home: Path) -> None:
+    """The page of a server while two clients train on it."""
+    environment = {**os.environ, "MINT_HOME": str(home), "MINT_BASE_URL": address}
+    tasks = ("math", "tools")
+    clients = [
+        subprocess.Popen([*MINT, "train", "rl", f"task={task}", "steps=4", "heldout_size=0"], env=environment)
+        for task in tasks
+    ]
+    page = browser.new_context(viewport=SIZE, color_scheme="light", bypass_csp=True).new_page()
+    page.goto(f"{address}/service")
+    for client in clients:
+        client.wait()
+    page.wait_for_timeout(2000)  # the next numbers
+    take(page, "service")
+
+
 def main(home: Path) -> None:
     make_runs(home)
-    with served(home) as address, sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        take_all(address, browser)
+        with served(home) as address:
+            take_all(address, browser)
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), "serve") as address:
+            take_service(address, browser, Path(folder))
         browser.close()
 
 

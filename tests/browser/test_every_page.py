@@ -50,6 +50,17 @@ def test_no_page_has_errors_asks_others_or_scrolls_sideways(sized_tab: Tab) -> N
         assert page.locator("main").inner_text().strip(), path
 
 
+@pytest.mark.parametrize("path", [*PAGES, *HOSTILE_PAGES])
+def test_a_page_asks_for_its_first_data_while_its_script_loads_and_asks_for_nothing_twice(tab: Tab, path: str) -> None:
+    page = tab.open(path)
+    wanted = page.evaluate("JSON.parse(document.querySelector('script[data-wanted]')?.dataset.wanted ?? '[]')")
+    assert page.evaluate("window.asked.size") == 0, "the script asks at other addresses"
+    asked = [url.removeprefix(tab.address) for url in tab.asked if "/dashboard/v1/" in url]
+    assert set(wanted) <= set(asked) and len(asked) == len(set(asked))
+    if not path.startswith(("/service", "/login")) and "checkpoints" not in path:
+        assert wanted
+
+
 def test_the_watch_sees_what_it_is_there_for(chromium: Any, address: str) -> None:
     context = chromium.new_context()
     tab = Tab(context, address)

@@ -124,3 +124,13 @@ def test_a_reading_is_rounded_alike_on_every_page(screen: Any, address: str) -> 
         ".then(({evaluations}) => evaluations.map(({mean}) => mean.toFixed(3)))"
     )
     assert texts and set(texts) <= set(means)
+
+
+def test_low_samples_lie_below_each_other_beside_a_high_one(tab: Tab) -> None:
+    page = tab.open(path_of("tools", "/rollouts?step=1"))
+    wait_until(lambda: page.locator(".samples-grid > .sample").first.evaluate("card => card.style.gridRowEnd") != "")
+    boxes = [card.bounding_box() for card in page.locator(".samples-grid > .sample").all()]
+    assert len(boxes) > 1
+    for box in boxes:
+        above = [other["y"] + other["height"] for other in boxes if other["x"] == box["x"] and other["y"] < box["y"]]
+        assert not above or 9 <= box["y"] - max(above) <= 15

@@ -28,7 +28,7 @@ CHARTS = {
     "norms": {"gradient": "optim/grad_norm", "update": "optim/update_norm"},
     "ratio": {"mean": "train/ratio", "min": "train/ratio_min", "max": "train/ratio_max", "p99": "train/ratio_p99"},
     "mismatch": {"mean": "mismatch/mean_abs_logprob_diff", "max": "mismatch/max_abs_logprob_diff"},
-    "rate": {"learning rate": "learning_rate", "temperature": "temperature"},
+    "rate": {"learning rate": "learning_rate"},
     "phases": {
         "sampling": "time/sampling_s",
         "grading after it": "time/grading_after_sampling_s",
@@ -156,6 +156,8 @@ def test_every_chart_shows_the_numbers_of_every_step(tab: Tab, home: Path, run: 
                 seen += 1
         assert not shown or sorted(shown) == sorted(steps), chart
     assert seen > 20 * len(steps)
+    told = page.locator("[data-chart=rate] .chart-legend").inner_text()
+    assert "temperature 1" in told, "a constant on an axis of its own is told, and not drawn"
 
 
 def test_the_chart_of_evaluations_shows_each_with_its_interval(tab: Tab, home: Path) -> None:

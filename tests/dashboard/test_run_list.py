@@ -49,6 +49,16 @@ def test_every_run_is_on_one_page_and_the_newest_are_on_the_first(client: httpx.
     assert all((page["found"], page["total"]) == (RUNS, RUNS + 1) for page in pages)
 
 
+def test_each_run_of_a_page_comes_with_the_curve_of_its_reward(client: httpx.Client) -> None:
+    page = listed(client, q="run-00007")
+    rewards = client.get(f"{API}/runs/run-00007/columns", params={"names": "reward/mean"}).json()["columns"]
+    assert page["curves"] == {"run-00007": pytest.approx(rewards["reward/mean"])}
+    [curve] = listed(client, q="long")["curves"].values()
+    whole = client.get(f"{API}/runs/long/columns", params={"names": "reward/mean"}).json()["columns"]["reward/mean"]
+    assert len(curve) == 64
+    assert sum(curve) / 64 == pytest.approx(sum(whole) / len(whole), abs=0.02)
+
+
 def test_words_and_state_narrow_the_list(client: httpx.Client) -> None:
     math = listed(client, q="RUN-001 math", limit=200)["runs"]
     assert [run["name"] for run in math] == [
@@ -101,6 +111,9 @@ def test_a_list_that_takes_long_is_answered_with_what_is_known(tmp_path: Path) -
 
         def known(self) -> list[RunSummary]:
             return [_summary("a", 1.0)]
+
+        def curve(self, folder: Path) -> list[float]:
+            return []
 
         def count(self) -> int:
             return 10_000

@@ -27,9 +27,13 @@ from mint.runs.interrupt import request_stop
 from mint.runs.labels import changed_labels, read_labels, write_labels
 from mint.runs.reader import RolloutQuery, RunReader, latest_findings
 
+ROOT = "/dashboard/v1"
 MAX_ROWS = 500
+CHART_POINTS = 1000
+"""Steps that a chart gets at once; of a longer run every nth, and a zoom asks for those between."""
+
 PAGE_CHECKPOINTS = 20
-GROUP_TOKENS = 40_000
+GROUP_TOKENS = 16_000
 """The samples of a group come with at most this many tokens together; a single rollout has all of its own."""
 
 PER_TOKEN = frozenset({"tokens", "logprobs", "entropies", "token_advantages"})
@@ -40,7 +44,6 @@ MAX_STEP_ROWS = 1_000_000
 WHOLE_NUMBERS = ("step", "first_step", "last_step", "group", "item", "length_min", "length_max", "offset", "limit")
 NUMBERS = ("reward_min", "reward_max")
 SAMPLED = 1.0
-LEDGER = ("generated", "graded", "informative", "trained", "gradient")
 EXPORTS = ("peft", "hf", "gguf-ready")
 
 
@@ -115,6 +118,10 @@ def _groups(reader: RunReader, step: int) -> list[dict[str, Any]]:
     found = reader.rows(step, light=True)
     if not found:
         raise _no_rollouts(step)
+    return _grouped(found)
+
+
+def _grouped(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_group: dict[int, dict[str, Any]] = {}
     for row in found:
         known = by_group.setdefault(
@@ -143,34 +150,41 @@ def group(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | None:
     """What the page of rollouts starts with: the groups of a step, and the samples of one group.
 
-    The last step and its first group, unless the request names others that exist; None if there are no rollouts yet.
+    The last step and its first group with unequal rewards, unless the request names others that exist; None if there
+    are no rollouts yet.
     """
     steps = reader.steps()
     if not steps:
         return None
     at = int(step) if step.isdecimal() and int(step) in steps else steps[-1]
-    listed = _groups(reader, at)
+    rows = reader.rows(at, light=True)
+    listed = _grouped(rows)
+    if not listed:
+        return None  # the run was resumed from before this step meanwhile
     numbers = [one["group"] for one in listed]
-    chosen = int(group) if group.isdecimal() and int(group) in numbers else numbers[0]
-    return {"step": at, "groups": listed, "group": _group(reader, at, chosen, light=True)}
+    with_signal = (
+        one["group"] for one in listed if len({reward for reward in one["rewards"] if reward is not None}) > 1
+    )
+    chosen = int(group) if group.isdecimal() and int(group) in numbers else next(with_signal, numbers[0])
+    return {"step": at, "groups": listed, "group": _sorted_group(at, [row for row in rows if row["group"] == chosen])}
 
 
-def _group(reader: RunReader, step: int, number: int, *, light: bool = False) -> dict[str, Any]:
-    if light:
-        found = reader.rows(step, group=number, light=True)
-    else:
-        found = reader.group_rows(step, number, together=GROUP_TOKENS)
+def _group(reader: RunReader, step: int, number: int) -> dict[str, Any]:
+    found = reader.group_rows(step, number, together=GROUP_TOKENS)
     if not found and not reader.has_rollouts(step):
         raise _no_rollouts(step)
     if not found:
         raise NotFoundError("is not a group of this run", field="group", value=f"step {step}, group {number}")
-    found.sort(key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
-    first = found[0]
-    shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
-    if light:
-        return {"step": step, "group": number, **shared, "rows": found}
     rows = _whole(reader, step, _cut_rows(found))
-    return {"step": step, "group": number, **shared, "rows": rows, "pieces": _pieces(reader, rows)}
+    return {**_sorted_group(step, rows), "pieces": _pieces(reader, rows)}
+
+
+def _sorted_group(step: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of one group, best first, and what they share."""
+    best_first = sorted(rows, key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
+    first = best_first[0]
+    shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
+    return {"step": step, "group": first["group"], **shared, "rows": best_first}
 
 
 def _pieces(reader: RunReader, rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -249,15 +263,6 @@ def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
         "offset": offset,
         "limit": limit,
     }
-
-
-def ledger(dashboard: DashboardState, name: str) -> tuple[dict[str, float], int]:
-    """Where the tokens of a run went: the sum of each stage over all steps, those of a stage that was never counted
-    left out; and the last of these steps."""
-    columns = dashboard.readers.of(name).columns([f"ledger/{stage}" for stage in LEDGER])
-    counted = {stage: [value for value in columns[f"ledger/{stage}"] if value is not None] for stage in LEDGER}
-    last_step = int(columns["step"][-1] or 0) if columns["step"] else 0
-    return {stage: sum(values) for stage, values in counted.items() if values}, last_step
 
 
 def bisection(dashboard: DashboardState, request: Request) -> dict[str, Any]:

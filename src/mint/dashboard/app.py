@@ -31,7 +31,7 @@ from mint.server.http.auth import sender_of
 
 log = logging.getLogger("mint.dashboard")
 
-API = "/dashboard/v1"
+API = api.ROOT
 _RUN = "runs/{run}"
 
 HEADERS = {

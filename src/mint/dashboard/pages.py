@@ -15,7 +15,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import jinja2
 from starlette.requests import Request
@@ -45,6 +45,7 @@ def runs(dashboard: DashboardState, request: Request) -> str:
         "runs",
         None,
         listed=page,
+        wanted=[] if request.query_params else [_address("runs")],
         query=query,
         before=before,
         after=after,
@@ -66,11 +67,14 @@ def _to_start(dashboard: DashboardState, request: Request) -> str:
 
 def run(dashboard: DashboardState, request: Request) -> str:
     """One run: its main numbers and its curves."""
-    reader = dashboard.readers.of(request.path_params["run"])
+    name = request.path_params["run"]
+    reader = dashboard.readers.of(name)
     return _of_run(
         dashboard,
         request,
         "run",
+        wanted=[_columns_of(name)],
+        points=api.CHART_POINTS,
         config=reader.config,
         effective=reader.effective(),
         evaluations=reader.evaluations(),
@@ -85,15 +89,23 @@ def compare(dashboard: DashboardState, request: Request) -> str:
         dashboard.readers.folders.folder(name)
     if not names:
         raise NotFoundError("names no run to compare", field="run", value="(none)", remedy="Choose some in the list")
-    return _write(dashboard, "compare", None, template="run", runs=names)
+    wanted = [address for name in names for address in (_columns_of(name), _address("runs", name))]
+    return _write(dashboard, "compare", None, template="run", runs=names, wanted=wanted, points=api.CHART_POINTS)
 
 
 def rollouts(dashboard: DashboardState, request: Request) -> str:
     """The rollouts; the requested step and group are in the page before any script runs."""
-    reader = dashboard.readers.of(request.path_params["run"])
+    name = request.path_params["run"]
     asked = request.query_params
-    first = api.opening(reader, step=asked.get("step", ""), group=asked.get("group", ""))
-    return _of_run(dashboard, request, "rollouts", first=first)
+    first = api.opening(dashboard.readers.of(name), step=asked.get("step", ""), group=asked.get("group", ""))
+    wanted = [_address("runs", name, "steps")]
+    if first is not None:
+        step, group = str(first["step"]), str(first["group"]["group"])
+        groups = ("runs", name, "steps", step, "groups")
+        is_asked = asked.get("step", "") in ("", step) and asked.get("group", "") in ("", group)
+        if is_asked and asked.keys() <= {"step", "group", "row"}:
+            wanted += [_address(*groups), _address(*groups, group)]
+    return _of_run(dashboard, request, "rollouts", first=first, wanted=wanted)
 
 
 def diagnosis(dashboard: DashboardState, request: Request) -> str:
@@ -101,8 +113,18 @@ def diagnosis(dashboard: DashboardState, request: Request) -> str:
     name = request.path_params["run"]
     found = [evidence_of(finding) for finding in dashboard.diagnoses.known(name)]
     checked = {topic: [(code, EVIDENCE[code].means) for code in codes] for topic, codes in CHECKED.items()}
-    ledger, counted = api.ledger(dashboard, name)
-    return _of_run(dashboard, request, "diagnosis", findings=found, ledger=ledger, counted=counted, checked=checked)
+    ledger, counted = dashboard.ledger.of(name)
+    return _of_run(
+        dashboard,
+        request,
+        "diagnosis",
+        findings=found,
+        ledger=ledger,
+        counted=counted,
+        checked=checked,
+        wanted=[_columns_of(name), _address("runs", name, "findings")],
+        points=api.CHART_POINTS,
+    )
 
 
 def checkpoints(dashboard: DashboardState, request: Request) -> str:
@@ -163,6 +185,16 @@ def safe_place(place: str) -> str:
     if parts.scheme or parts.netloc or not parts.path.startswith("/") or parts.path.startswith(("//", "/login")):
         return "/"
     return place
+
+
+def _columns_of(run: str) -> str:
+    return _address("runs", run, "columns", points=api.CHART_POINTS)
+
+
+def _address(*parts: str, **query: object) -> str:
+    """An address of the JSON API, letter by letter as the scripts write it."""
+    path = "/".join(quote(part, safe="!'()*") for part in parts)
+    return f"{api.ROOT}/{path}" + (f"?{urlencode(query)}" if query else "")
 
 
 def _of_run(dashboard: DashboardState, request: Request, page: str, **values: Any) -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mint.dashboard.run_readers import RunReaders
@@ -70,9 +71,11 @@ class RunQuery:
 
 @dataclass(frozen=True)
 class RunPage:
-    """`found` is how many runs fit the query, `total` how many there are. Not `is_whole`: some were never read yet."""
+    """`found` is how many runs fit the query, `total` how many there are. Not `is_whole`: some were never read yet.
+    `curves` has the rewards of each run of the page, by its name (`RunReaders.curve`)."""
 
     runs: list[RunSummary]
+    curves: dict[str, list[float]]
     found: int
     total: int
     offset: int
@@ -126,7 +129,8 @@ class RunList:
         found, known = self._select(query)
         total = known if is_whole else self._readers.count()
         rows = found[query.offset : query.offset + query.limit]
-        return RunPage(rows, len(found), total, query.offset, is_whole)
+        curves = {run.name: self._readers.curve(Path(run.folder)) for run in rows}
+        return RunPage(rows, curves, len(found), total, query.offset, is_whole)
 
     def _select(self, query: RunQuery) -> tuple[list[RunSummary], int]:
         """The runs that fit a query, and how many are known; the last answer again if no run has changed."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from mint.dashboard.run_folders import RunFolders, Stamp, stamp_of
@@ -22,6 +24,9 @@ MAX_READERS = 16
 
 LONG_LOG_BYTES = 8 << 20
 
+CURVE_POINTS = 64
+"""A line of a hundred pixels shows no more."""
+
 STATE_FRESH_S = 2.0
 """How long a summary that says `running` is used before the process is checked again."""
 
@@ -31,6 +36,7 @@ class _CachedSummary:
     stamp: Stamp
     read_at: float
     summary: RunSummary
+    curve: array[float]
 
 
 class RunReaders:
@@ -113,6 +119,13 @@ class RunReaders:
         with self._lock:
             return [cached.summary for cached in self._summaries.values()]
 
+    def curve(self, folder: Path) -> list[float]:
+        """The mean rewards of a run as they were when its summary was read: means of at most `CURVE_POINTS` equal
+        stretches."""
+        with self._lock:
+            cached = self._summaries.get(folder)
+        return [] if cached is None else cached.curve.tolist()
+
     def count(self) -> int:
         """How many runs the last look at all folders has found."""
         with self._lock:
@@ -133,16 +146,28 @@ class RunReaders:
             is_over = known.summary.state != "running"
             if is_over or now - known.read_at < STATE_FRESH_S:
                 return known.summary
+        curve = array("f")
         try:
-            summary = (reader or RunReader(folder)).summary()
+            reader = reader or RunReader(folder)
+            summary = reader.summary()
+            curve.extend(_curve_of(reader))
         except InvalidRequestError as error:
             summary = unreadable_summary(folder, str(error))
         if summary.name != name:
             summary = replace(summary, name=name)
         with self._lock:
             self._revision += known is None or known.summary != summary
-            self._summaries[folder] = _CachedSummary(stamp, now, summary)
+            self._summaries[folder] = _CachedSummary(stamp, now, summary, curve)
         return summary
+
+
+def _curve_of(reader: RunReader) -> Sequence[float]:
+    rewards = reader.columns(["reward/mean"], most=4 * CURVE_POINTS)["reward/mean"]
+    values = [reward for reward in rewards if reward is not None]
+    if len(values) <= CURVE_POINTS:
+        return values
+    ends = [round(place * len(values) / CURVE_POINTS) for place in range(CURVE_POINTS + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in pairwise(ends)]
 
 
 def _place_in_line(folder: Path, unread: Set[Path]) -> tuple[bool, float]:

@@ -18,6 +18,7 @@ from mint.dashboard.login import AccessCheck
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_list import RunList
 from mint.dashboard.run_readers import RunReaders
+from mint.dashboard.token_ledger import TokenLedger
 
 READING_THREADS = 4
 """How many requests may read files at once; the others wait."""
@@ -47,6 +48,7 @@ class DashboardState:
         self.bisections = BisectJobs(self.readers, search)
         self.launches = Launches(self.readers, commands, environment=environment)
         self.diagnoses = DiagnosisCache(self.readers)
+        self.ledger = TokenLedger(self.readers)
         self.streams = EventStreams(self.readers)
         self.assets = StaticFiles(directory=Path(__file__).parent / "assets")
         self.threads = anyio.CapacityLimiter(READING_THREADS)

@@ -63,6 +63,18 @@ def _decoded(line: bytes) -> list[Any]:
         return []
 
 
+def decode_line(line: bytes) -> Any:
+    """The value of one line, as `decode_lines`.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return pydantic_core.from_json(line)
+    except ValueError:
+        return json.loads(line)
+
+
 def append_lines(path: Path, lines: Iterable[bytes]) -> int:
     """Appends encoded lines in one write; returns the offset of the first of them."""
     with open(path, "ab", opener=_open_private) as file:

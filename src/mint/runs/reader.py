@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -433,7 +433,9 @@ class RunReader:
         # The rows of a step lie together in the file: one read gets all of them.
         with (self.folder / ROLLOUTS).open("rb") as file:
             file.seek(entries["offset"][0])
-            lines = file.read(int(entries["size"].sum())).splitlines(keepends=True)
+            block = file.read(int(entries["size"].sum()))
+        ends = entries["size"].cumsum().tolist()
+        lines = [block[start:end] for start, end in pairwise([0, *ends])]
         try:
             rows = [light_row(line) for line in lines] if light else decode_lines(lines)
         except ValueError:

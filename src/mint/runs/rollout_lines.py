@@ -6,12 +6,11 @@ escaped, so the bytes of a key with its quotes occur only where it is a key.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mint.runs.json_lines import read_lines
+from mint.runs.json_lines import decode_line, read_lines
 
 ROLLOUTS = "rollouts.jsonl"
 TOKENS = b', "tokens": ['
@@ -28,13 +27,13 @@ def light_row(line: bytes) -> dict[str, Any]:
     """
     start = line.find(TOKENS)
     if start < 0:
-        return json.loads(line)
+        return decode_line(line)
     first = start + len(TOKENS)
     end = line.find(b"]", first)
     if end < 0 or not line.startswith(LOGPROBS, end):
-        return json.loads(line)
+        return decode_line(line)
     last = line.find(b"]", end + len(LOGPROBS))
-    row = json.loads(line[:start] + line[last + 1 :])
+    row = decode_line(line[:start] + line[last + 1 :])
     length = line.count(b",", first, end) + 1 if end > first else 0
     return {**row, "tokens": range(length), "logprobs": ()}
 
@@ -56,18 +55,18 @@ def shortened_row(line: bytes, most: int) -> dict[str, Any]:
     first = start + len(TOKENS)
     end = line.find(b"]", first)
     if start < 0 or end < 0 or not line.startswith(LOGPROBS, end):
-        return json.loads(line)
+        return decode_line(line)
     last = line.find(b"]", end + len(LOGPROBS))
     tokens = b",".join(line[first:end].split(b",", most)[:most])
     logprobs = b",".join(line[end + len(LOGPROBS) : last].split(b",", most)[:most])
-    return json.loads(line[:first] + tokens + LOGPROBS + logprobs + line[last:])
+    return decode_line(line[:first] + tokens + LOGPROBS + logprobs + line[last:])
 
 
 def row_head(line: bytes) -> dict[str, Any]:
     """The fields before `tokens`; the line may have been cut after that key. Empty if it is not JSON."""
     cut = line.find(TOKENS)
     try:
-        row = json.loads(line if cut < 0 else line[:cut] + b"}")
+        row = decode_line(line if cut < 0 else line[:cut] + b"}")
     except ValueError:
         return {}
     return row if isinstance(row, dict) else {}

@@ -161,6 +161,12 @@ function joinedWhereEqual(all, run) {
   return found.map(({ series }) => series);
 }
 
+/** The value of a series that is the same at every step of a run; null for others. @param {Series} series @param {RunData} run */
+function constantOf(series, run) {
+  const values = (series.read(run).values ?? []).filter((value) => value !== null);
+  return values.length >= LEAST_STEPS && values.every((value) => value === values[0]) ? values[0] : null;
+}
+
 /** One chart in its panel: title, legend, plot, and the data as a table. */
 class Chart {
   /** @type {uPlot | null} */
@@ -270,10 +276,16 @@ class Chart {
     return all.filter(({ key }, i) => (this.chosen ? key === this.chosen : i === 0));
   }
 
-  /** @returns {Series[]} those that have numbers; of one run, those with equal numbers as one, which would hide each other */
+  /** @returns {Series[]} those that have numbers; of one run, those with equal numbers as one, which would hide each other;
+   * one on an axis of its own that never changes is told in the legend only */
   #available() {
     const present = this.#present();
-    return this.board.isComparing || this.spec.isStacked ? present : joinedWhereEqual(present, this.board.runs[0]);
+    if (this.board.isComparing || this.spec.isStacked) return present;
+    const [run] = this.board.runs;
+    return joinedWhereEqual(present, run).map((series) => {
+      const value = series.side ? constantOf(series, run) : null;
+      return value === null ? series : { ...series, side: undefined, isTold: true, label: `${series.label} ${this.#format(value)}` };
+    });
   }
 
   #present() {
@@ -295,6 +307,7 @@ class Chart {
       const color = (isComparing ? i : available.findIndex(({ key }) => key === series.key)) % COLORS;
       const dash = isComparing ? DASHES[i % COLORS] : [];
       const { values, evaluations } = series.read(run);
+      if (series.isTold) return none;
       if (evaluations?.length) return [{ run, series, color, dash, ...placed(run, evaluations, axis) }];
       return !values?.some((value) => value !== null) ? none : [{ run, series, color, dash, x: run.places(axis), y: values }];
     })));
@@ -494,7 +507,7 @@ class Chart {
         el("button", { type: "button", class: "key", "aria-pressed": String(shown.includes(series.key)), onclick: () => this.#choose(series.key) }, series.label))));
     }
     const keys = this.board.isComparing ? lines.map((line) => ({ key: line.run.name, label: "", line })) :
-      available.map((series, color) => ({ key: series.key, label: series.label + (series.side ? " (right)" : ""), line: lines.find((line) => line.series.key === series.key) ?? { color, dash: [] } }));
+      available.filter(({ isTold }) => !isTold).map((series, color) => ({ key: series.key, label: series.label + (series.side ? " (right)" : ""), line: lines.find((line) => line.series.key === series.key) ?? { color, dash: [] } }));
     for (const { key, label, line } of keys) {
       const value = el("b", { class: "num" });
       this.values.set(key, value);
@@ -502,11 +515,12 @@ class Chart {
       this.legend.append(this.board.isComparing ? el("span", { class: "key", title: key }, ...content) :
         el("button", { type: "button", class: "key", "aria-pressed": String(shown.includes(key)), onclick: () => this.#hide(key) }, ...content));
     }
+    this.legend.append(...available.filter(({ isTold }) => isTold).map(({ label }) => el("span", { class: "key", title: "the same at every step" }, label)));
   }
 
   #hide(key) {
     if (!this.hidden.delete(key)) this.hidden.add(key);
-    if (this.#shown().length === 0) this.hidden.clear();
+    if (this.#shown().every(({ isTold }) => isTold)) this.hidden.clear();
     this.rebuild();
   }
 

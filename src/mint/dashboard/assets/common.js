@@ -47,9 +47,12 @@ export const postJson = (path, body) =>
   ask(apiUrl(path), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
 async function ask(url, options) {
+  // The head of the page has asked for its first data already.
+  const asked = options.method ? undefined : window.asked?.get(url);
+  window.asked?.delete(url);
   let answer;
   try {
-    answer = await fetch(url, { ...options, headers: { accept: "application/json", ...options.headers } });
+    answer = await (asked ?? fetch(url, { ...options, headers: { accept: "application/json", ...options.headers } }));
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
     throw new ApiError(0, { error: "The server does not answer. Is it still running?" });

@@ -5,7 +5,7 @@ import { Board } from "./charts.js";
 import {
   afterPause, compact, counted, el, find, findAll, getJson, listen, number, pageData, percent, runPath, showError, walkRows,
 } from "./common.js";
-import { CHARTS, chartOf, metric } from "./run_charts.js";
+import { CHARTS, chartInWords, metric } from "./run_charts.js";
 import { RunData } from "./run_data.js";
 import { appendVisible } from "./tokens.js";
 
@@ -21,7 +21,7 @@ const CHARTS_SHOWN = 3;
 const AGAIN_MS = 2000;
 const TEXT_SHOWN = 300;
 /** Steps that a chart gets; of a longer run every nth. */
-const POINTS = 1000;
+const POINTS = Number(pageData().points);
 const RANK = ["error", "warning", "info"];
 /** Metrics that share a scale. */
 const ONE_SCALE = /^(groups|mismatch)\//;
@@ -118,7 +118,7 @@ function plot(host, finding) {
   const together = names.length > 1 && names.every((name) => ONE_SCALE.test(name));
   const specs = together
     ? [{ id: `finding:${finding.code}`, title: names[0].split("/")[0], series: () => names.map((name) => metric(name, name.split("/").at(-1))) }]
-    : names.map(chartOf);
+    : names.map(chartInWords);
   const marks = finding.step ? [{ step: finding.step, severity: finding.severity }] : [];
   charts.set(finding.code, specs.map((spec) => board.add(host, spec, { marks })));
   board.changed();

@@ -132,7 +132,7 @@ export function resultEntry(row, searched, link) {
       el(
         "span",
         { class: "entry-head" },
-        el("span", { class: "muted num", title: "step · group" }, `${row.step}·${row.group}`),
+        el("span", { class: "muted num" }, `step ${row.step} · ${row.group}`),
         el("b", { class: "num" }, rewardText(row.reward)),
         advantageText(row.advantage),
         el("span", { class: "muted num small" }, `${row.length} tok`),

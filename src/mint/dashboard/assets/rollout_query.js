@@ -36,7 +36,7 @@ export function readState(search) {
     row: whole("row"),
     colour: search.get("colour") ?? "advantage",
     signal: search.has("signal"),
-    visits: search.get("visits"),
+    visits: search.get("visits") || null,
     picks: search.getAll("pick").map(Number).filter(Number.isInteger),
     filter,
   };

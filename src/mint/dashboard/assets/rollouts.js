@@ -32,6 +32,9 @@ const LISTED_GROUPS = 100;
 const NARROW_PX = 760;
 const WIDEST_CHART_PX = 900;
 const KEPT_ANSWERS = 40;
+const GAP_PX = 10;
+/** As `grid-auto-rows` of the samples. */
+const ROW_PX = 4;
 const UNREADABLE = "This run did not write down what its token ids say.";
 
 /** @type {number[]} */
@@ -276,6 +279,12 @@ function drawGroup(group) {
 
 const exactAddress = () => new URL(linkTo({ follow: false }), location.href).href;
 
+/** Lets each card span as many rows of the grid as it is high, so that low cards lie below each other beside a high one. */
+const heights = new ResizeObserver((changes) => {
+  for (const { target, borderBoxSize: [{ blockSize }] } of changes)
+    /** @type {HTMLElement} */ (target).style.gridRowEnd = `span ${Math.ceil((blockSize + GAP_PX) / ROW_PX)}`;
+});
+
 /** Draws columns of samples side by side. @param {{rows: any[], title: Element|null}[]} columns */
 function drawCards(columns) {
   cards = [];
@@ -317,6 +326,8 @@ function drawCards(columns) {
   const grid = find("#samples");
   grid.className = `samples${columns[0]?.title ? " samples--columns" : ""}`;
   grid.replaceChildren(...boxes);
+  heights.disconnect();
+  if (!columns[0]?.title) for (const card of cards) heights.observe(card.element, { box: "border-box" });
 }
 
 function drawColours() {

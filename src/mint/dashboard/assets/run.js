@@ -17,7 +17,7 @@ const LIVE_RUNS = 4;
 const LONGEST_SETTING = 60;
 const OFFERED_RUNS = 20;
 /** Steps that a chart gets at once; of a longer run every nth, and a zoom asks for those between. */
-const POINTS = 1000;
+const POINTS = Number(pageData().points);
 const single = pageData().run ?? null;
 /** @type {string[]} */
 let names = JSON.parse(pageData().runs ?? "[]");
@@ -202,35 +202,41 @@ function showFindings(run) {
 
 /* several runs */
 
+/** A cell with the name of its column, which a telephone shows. */
+const labelled = (label, kind, content) => el("td", { class: kind, dataset: { label } }, content);
+
 function showCompared(runs) {
   const differing = differences(runs);
   find("#compared").replaceChildren(...runs.map(({ name, summary }, i) => el("tr", {},
     el("td", {}, swatch(i % DASHES.length, DASHES[i % DASHES.length])),
     el("th", { scope: "row" }, el("a", { class: "mono", href: `/runs/${encodeURIComponent(name)}` }, name)),
-    el("td", {}, stateText(summary)),
-    el("td", { class: "num" }, stepsText(summary)),
-    el("td", { class: "num" }, percent(summary.success)),
-    el("td", { class: "num" }, fixed(summary.reward)),
-    el("td", { class: "num" }, fixed(summary.best_reward)),
-    el("td", { class: "num" }, fixed(summary.heldout?.mean), " ",
-      el("span", { class: "muted" }, summary.heldout ? `[${fixed(summary.heldout.low)}, ${fixed(summary.heldout.high)}]` : "")),
-    el("td", { class: "num" }, compact(summary.tokens_per_s)),
+    labelled("State", "", stateText(summary)),
+    labelled("Steps", "num", stepsText(summary)),
+    labelled("Success", "num", percent(summary.success)),
+    labelled("Reward", "num", fixed(summary.reward)),
+    labelled("Best", "num", fixed(summary.best_reward)),
+    labelled("Held-out", "num", el("span", {}, fixed(summary.heldout?.mean), " ",
+      el("span", { class: "muted" }, summary.heldout ? `[${fixed(summary.heldout.low)}, ${fixed(summary.heldout.high)}]` : ""))),
+    labelled("Tokens/s", "num", compact(summary.tokens_per_s)),
     el("td", { class: "wrap small" }, el("div", {}, differenceList(differing, configs.get(name) ?? {}))),
     el("td", {}, el("button", { type: "button", class: "button button--plain", "aria-label": `Take ${name} out`, onclick: () => takeOut(name) }, "×")))));
 }
 
-/** The settings that differ between the runs, those inside of others by their path. */
+/** The settings that differ between the runs, those inside of others by their path. A task is named as on the command line
+ * where all runs have such a name; then its class and its range of rewards, which follow from it, say nothing more. */
 function differences(runs) {
   const flat = runs.map(({ name }) => flatSettings(configs.get(name) ?? {}));
   const keys = new Set(flat.flatMap((settings) => [...settings.keys()]));
-  return [...keys].filter((key) => new Set(flat.map((settings) => settings.get(key))).size > 1);
+  const differing = [...keys].filter((key) => new Set(flat.map((settings) => settings.get(key))).size > 1);
+  const isNamed = differing.includes("task_spec.task") && flat.every((settings) => settings.has("task_spec.task"));
+  return isNamed ? differing.filter((key) => !["task", "reward_range"].includes(key)) : differing;
 }
 
 /** Names and values as a list; what is long is folded. @param {string[]} keys @param {Record<string, unknown>} config */
 function differenceList(keys, config) {
   if (!keys.length) return "nothing";
   const settings = flatSettings(config);
-  const items = keys.map((key) => el("div", {}, el("dt", {}, key), el("dd", { class: "mono", title: settings.get(key) ?? "not set" },
+  const items = keys.map((key) => el("div", {}, el("dt", {}, key.replace(/^task_spec\./, "")), el("dd", { class: "mono", title: settings.get(key) ?? "not set" },
     shortened(settings.get(key) ?? NONE))));
   return el("dl", { class: "differing" }, ...items);
 }

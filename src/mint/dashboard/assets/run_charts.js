@@ -4,7 +4,8 @@
  * @typedef {import("./run_data.js").RunData} RunData
  * @typedef {{values?: (number | null)[], evaluations?: import("./run_data.js").Evaluation[]}} Read one value per step, or
  *   evaluations with intervals at some steps
- * @typedef {{key: string, label: string, side?: "right", read: (run: RunData) => Read}} Series
+ * @typedef {{key: string, label: string, side?: "right", isTold?: boolean, read: (run: RunData) => Read}} Series `isTold`:
+ *   its label has its value, and it is not drawn
  * @typedef {"share" | "seconds" | "count" | "number"} Unit
  * @typedef {{id: string, title: string, series: (runs: RunData[]) => Series[], unit?: Unit, include?: number[],
  *   isStacked?: boolean, isWide?: boolean, note?: string, y?: string, right?: string}} ChartSpec `include` are values that
@@ -124,6 +125,18 @@ export const CHARTS = [
   { id: "phases", title: "Time per phase", y: "time per step", unit: "seconds", include: [0], isStacked: true,
     series: (runs) => (runs.some(hasSampling) ? partsOfStep : wholePhases) },
 ];
+
+/** Rooms of metrics whose names say nothing to a reader. */
+const ROOMS = /^(optim|train|rollouts)\//;
+
+/** The name of a metric in words: `optim/update_norm` is "update norm". @param {string} name */
+const inWords = (name) => name.replace(ROOMS, "").replaceAll(/[/_]/g, " ");
+
+/** A chart of one metric with a title in words; the metric's name is the title's tip. @param {string} name @returns {ChartSpec} */
+export function chartInWords(name) {
+  const words = inWords(name);
+  return { id: `metric:${name}`, title: words[0].toUpperCase() + words.slice(1), note: name, y: words, series: always(metric(name, words)) };
+}
 
 /** A chart of one metric. @param {string} name @returns {ChartSpec} */
 export const chartOf = (name) => ({ id: `metric:${name}`, title: name, y: name.split("/").at(-1), series: always(metric(name, name.split("/").at(-1))) });

@@ -2,7 +2,7 @@
 // page. Knows the cells of runs.html by their `data-cell`.
 
 import {
-  age, afterPause, compact, counted, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
+  age, afterPause, compact, counted, el, find, findAll, fixed, getJson, listen, NONE, percent, query, searchKey,
   isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, stepsText, walkRows,
 } from "./common.js";
 import { beginStart } from "./launches.js";
@@ -15,12 +15,11 @@ import { beginStart } from "./launches.js";
  */
 
 const SEVERITIES = ["error", "warning", "info"];
-const SPARK_POINTS = 64;
 const READING_MS = 700;
 const DESCENDS_FIRST = new Set(["step", "reward", "best", "heldout", "success", "rate", "findings"]);
 const LIMIT = Number(pageData().limit);
 
-/** The runs of this page, in order. @type {Map<string, {row: HTMLElement, run: Summary, drawn: number}>} */
+/** The runs of this page, in order. @type {Map<string, {row: HTMLElement, run: Summary}>} */
 const known = new Map();
 /** The ticked runs, on this page and on others. @type {Set<string>} */
 const ticked = new Set();
@@ -37,9 +36,9 @@ const wanted = () => ({ q: filterBox.value.trim(), state: stateBox.value, sort: 
 
 /**
  * Shows a page of the list: changes rows in place, adds new ones, removes others.
- * @param {{runs: Summary[], found: number, total: number, offset: number, is_whole: boolean}} answer
+ * @param {{runs: Summary[], curves: Record<string, number[]>, found: number, total: number, offset: number, is_whole: boolean}} answer
  */
-function take({ runs, found, total, offset: first, is_whole: isWhole }) {
+function take({ runs, curves, found, total, offset: first, is_whole: isWhole }) {
   const names = new Set(runs.map((run) => run.name));
   for (const [name, { row }] of known) {
     if (!names.has(name)) {
@@ -49,11 +48,12 @@ function take({ runs, found, total, offset: first, is_whole: isWhole }) {
   }
   let place = body.firstElementChild;
   for (const run of runs) {
-    const entry = known.get(run.name) ?? { row: rowOf(run.name), run, drawn: -1 };
+    const entry = known.get(run.name) ?? { row: rowOf(run.name), run };
     entry.run = run;
     known.delete(run.name); // so that the order is that of the page
     known.set(run.name, entry);
     fill(entry.row, run);
+    drawSpark(entry.row, curves[run.name] ?? []);
     if (entry.row === place) place = place.nextElementSibling;
     else body.insertBefore(entry.row, place);
   }
@@ -112,7 +112,6 @@ function prepare(row) {
     else ticked.delete(row.dataset.run);
     showTicked();
   });
-  seen.observe(row);
   return row;
 }
 
@@ -174,57 +173,17 @@ function openCompare() {
   if (ticked.size > 1) location.assign(`/compare?${new URLSearchParams([...ticked].map((name) => ["run", name]))}`);
 }
 
-/* Sparklines: asked for when a row is seen, and again when its run has gone on. */
-
-/** @type {HTMLElement[]} */
-const waiting = [];
-let drawing = 0;
-
-const seen = new IntersectionObserver((changes) => {
-  for (const { target, isIntersecting } of changes) if (isIntersecting) waiting.push(/** @type {HTMLElement} */ (target));
-  drawNext();
-});
-
-async function drawNext() {
-  const row = waiting.shift();
-  if (!row || drawing >= 2) return void (row && waiting.unshift(row));
-  const entry = known.get(row.dataset.run ?? "");
-  if (entry && entry.drawn !== entry.run.step) {
-    drawing += 1;
-    entry.drawn = entry.run.step;
-    await drawSpark(entry).catch(() => undefined); // a run that is gone has no line
-    drawing -= 1;
-  }
-  drawNext();
-}
-
-async function drawSpark({ row, run }) {
-  const { columns } = await getJson(runPath(run.name, "columns"), { query: { names: "reward/mean", points: SPARK_POINTS * 4 } });
-  const values = thinned((columns["reward/mean"] ?? []).filter((value) => value !== null));
-  if (values.length < 2) return;
+/** Draws the rewards of a run as a line. @param {HTMLElement} row @param {number[]} values */
+function drawSpark(row, values) {
+  const place = find("[data-cell=spark]", row);
+  if (values.length < 2) return place.replaceChildren();
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const span = high - low || 1;
-  const points = values.map((value, i) => `${((94 * i) / (values.length - 1) + 1).toFixed(1)},${(20 - (18 * (value - low)) / span).toFixed(1)}`);
+  const points = values.map((value, i) => `${((94 * i) / (values.length - 1) + 1).toFixed(1)},${(20 - (18 * (value - low)) / span).toFixed(1)}`).join(" ");
+  if (place.firstChild?.getAttribute("points") === points) return;
   const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  line.setAttribute("points", points.join(" "));
-  find("[data-cell=spark]", row).replaceChildren(line);
-}
-
-/** Means of equal stretches: a line of a hundred pixels shows no more. @param {number[]} values */
-function thinned(values) {
-  if (values.length <= SPARK_POINTS) return values;
-  const width = values.length / SPARK_POINTS;
-  return Array.from({ length: SPARK_POINTS }, (_, i) => {
-    const part = values.slice(Math.floor(i * width), Math.floor((i + 1) * width));
-    return part.reduce((sum, value) => sum + value, 0) / part.length;
-  });
-}
-
-function redrawChanged() {
-  for (const { row, run, drawn } of known.values()) {
-    if (drawn >= 0 && drawn !== run.step && !waiting.includes(row)) waiting.push(row);
-  }
-  drawNext();
+  line.setAttribute("points", points);
+  place.replaceChildren(line);
 }
 
 async function refresh() {
@@ -233,7 +192,6 @@ async function refresh() {
     const answer = await getJson("runs", { query: wanted() });
     if (own !== asked) return;
     take(answer);
-    redrawChanged();
     if (!answer.is_whole) setTimeout(() => own === asked && refresh(), READING_MS);
   } catch (error) {
     showError(error);

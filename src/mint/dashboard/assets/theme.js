@@ -1,4 +1,5 @@
-// Sets the chosen theme before the first paint. A classic script, because modules run later. Knows nothing of pages.
+// Runs before the first paint, as a classic script, because modules run later. Sets the chosen theme, and asks for the data
+// that the page's script will want while that script is still being loaded (`ask` of common.js takes it).
 {
   const root = document.documentElement;
   root.classList.add("js");
@@ -8,4 +9,7 @@
   } catch {
     // Storage may be forbidden; then the system's theme is used.
   }
+  const urls = JSON.parse(document.currentScript?.dataset.wanted ?? "[]");
+  window.asked = new Map(urls.map((url) => [url, fetch(url, { headers: { accept: "application/json" } })]));
+  for (const answer of window.asked.values()) answer.catch(() => undefined); // whoever takes it says what is wrong
 }
