@@ -234,6 +234,7 @@ USAGES = [
     ("serve --sampler vllm=nope", "--sampler = vllm=nope", "vllm=http://HOST:PORT"),
     ("status --base-url nope", "--base-url", "--url"),
     ("checkpoints download nope", "run = nope", "`mint runs list`"),
+    ("export mine --output out", "run = mine", "`mint checkpoints list` has the whole path of each checkpoint"),
     ("plan --model mint/tiny --gpus eight", "--gpus = eight", "Write 8xH100"),
     ("plan --model mint/tiny --context 16kk", "'16kk'", "write 2048 or 16k"),
     ("train rl task=math base_model=mint/tiny temperature=-1", "RLConfig.temperature = -1.0", "above 0"),

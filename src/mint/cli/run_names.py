@@ -89,7 +89,15 @@ def find_checkpoint(name: str, data_dir: Path | None = None) -> str:
         return name
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
-    saved = RunReader(find_run(name, data_dir)).checkpoints()
+    try:
+        folder = find_run(name, data_dir)
+    except NotFoundError as error:
+        # A client of a server knows the name that it gave a checkpoint, and no run.
+        error.remedy = (
+            f"{error.remedy}; `mint checkpoints list` has the whole path of each checkpoint, which you can give instead"
+        )
+        raise
+    saved = RunReader(folder).checkpoints()
     if not saved:
         raise NotFoundError(
             "has saved no checkpoint",
