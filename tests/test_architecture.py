@@ -37,7 +37,14 @@ HOMES: dict[str, frozenset[str]] = {
         }
     ),
     "uvicorn": frozenset({"compose/http_connection.py", "compose/http_server.py"}),
-    "ray": frozenset({"cluster/groups.py", "cluster/processes.py", "cluster/ray_runtime.py", "cluster/replicas.py"}),
+    "ray": frozenset(
+        {
+            "cluster/groups.py",
+            "cluster/processes.py",
+            "cluster/ray_runtime.py",
+            "cluster/replicas.py",
+        }
+    ),
     "structlog": frozenset({"server/ops/logs.py"}),
     "prometheus_client": frozenset({"server/ops/metrics.py"}),
     "sqlite3": frozenset({"server/store", "server/mirror", "chaos/power_loss.py"}),

@@ -419,7 +419,8 @@ def prepare_ray(cluster: str = "local") -> None:
     """Makes a cluster that this process starts refuse whoever lacks its token: Ray's ports are open to the network, and
     it runs what it is sent. Another's cluster has its own rules.
 
-    Ray's usage statistics are not sent, and it does not print the stack when the process gets a signal. Ray reads these
+    Ray's usage statistics are not sent, it does not print the stack when the process gets a signal, and the processes
+    that it starts here are as urgent as the one that serves (by default, less than any other program). Ray reads these
     variables when it is loaded. Those that are already set are not changed.
 
     Raises:
@@ -427,6 +428,7 @@ def prepare_ray(cluster: str = "local") -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if cluster != "local":
         return
     if "RAY_AUTH_MODE" not in os.environ and "ray" in sys.modules:

@@ -15,6 +15,9 @@ from pathlib import Path
 from ports import free_port
 from waiting import wait_until
 
+ATTEMPTS = 4
+"""How often a node is started: on a busy machine, Ray gives up after 30 seconds."""
+
 
 class RayNodes:
     """A head and further nodes. `address` is that of the client server, `gcs` what a program on a node uses."""
@@ -30,6 +33,7 @@ class RayNodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")]),
         }
@@ -42,11 +46,18 @@ class RayNodes:
         words += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", f"--object-store-memory={100 << 20}"]
         words += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
         file = self._folder / f"node{len(self._nodes)}.log"
-        with file.open("wb") as log:
-            node = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, start_new_session=True)
-        self._nodes.append(node)
-        wait_until(lambda: b"Ray runtime started" in file.read_bytes() or node.poll() is not None)
-        assert node.poll() is None, file.read_text()
+        for _ in range(ATTEMPTS):
+            with file.open("wb") as log:
+                node = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            wait_until(lambda own=node: b"Ray runtime started" in file.read_bytes() or own.poll() is not None)
+            if node.poll() is None:
+                self._nodes.append(node)
+                return
+        raise AssertionError(file.read_text())
+
+    def __len__(self) -> int:
+        """How many nodes were started, also those that were lost."""
+        return len(self._nodes)
 
     def processes(self, node: int) -> list[int]:
         """All processes of a node, the ranks and replicas among them."""

@@ -3,86 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
-from ports import free_port
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
 
-from ray_nodes import descendants, end, ray_nodes
+from ray_nodes import descendants, ray_nodes
 from sdk_run import run, undisturbed
+from served_cluster import Server, serving, working
 
 import mint
 
 pytestmark = pytest.mark.slow
 
 STEPS, KILLED = 4, 2
-PROCESSES = ("ray::Rank", "ray::Replica")
-
-
-class Server:
-    """`mint serve` on one port and data directory, started as often as asked."""
-
-    def __init__(self, folder: Path, model: Path, environment: Mapping[str, str], *options: str) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        words = [sys.executable, "-m", "mint.cli.main", "serve", f"--port={port}", f"--data-dir={folder}"]
-        self._words = [*words, f"--model=base={model}", *options]
-        own = {"MINT_THREADS": "1", "MINT_MICRO_BATCH_ROWS": "64", "MINT_HOME": str(folder)}
-        self._environment = {**environment, **own}
-        self._log = folder / "server.log"
-        folder.mkdir()
-        self.start()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._words, env=self._environment, stdout=log, stderr=log)
-        wait_until(self._answers)
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None, self._log.read_text()
-        try:
-            return httpx.get(f"{self.url}/healthz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def kill(self) -> None:
-        end(self.process.pid)
-        self.process.wait()
-
-
-@contextmanager
-def serving(folder: Path, model: Path, environment: Mapping[str, str], *options: str) -> Iterator[Server]:
-    server = Server(folder, model, environment, *options)
-    try:
-        yield server
-    finally:
-        server.process.terminate()
-        server.process.wait()
 
 
 def run_on(server: Server, disturb: Callable[[int], None] = undisturbed) -> list[object]:
     with mint.ServiceClient(base_url=server.url) as service:
         return run(service, "base", STEPS, disturb)
-
-
-def working(pids: list[int]) -> list[int]:
-    """Those of some processes that are ranks or replicas, and still run."""
-    return [pid for pid in pids if command_of(pid).startswith(PROCESSES)]
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 
 STEPS = 5
+SILENCE_S = 5.0
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPES = {"qwen3": HEADS, "qwen3_moe": {**HEADS, "num_experts": 8}}
 
@@ -42,24 +43,30 @@ def engine() -> Iterator[ClusterEngine]:
     engine.close()
 
 
-def program(data_dir: Path, folder: Path, engine: Engine, *, kill_at: int | None = None) -> list[object]:
-    """A small run through the SDK: what it samples, its losses and its digests. A rank is killed in step `kill_at`."""
+def program(
+    data_dir: Path, folder: Path, engine: Engine, *, at: int | None = None, how: signal.Signals = signal.SIGKILL
+) -> list[object]:
+    """A small run through the SDK: what it samples, its losses and its digests. A rank gets a signal in step `at`."""
 
     def disturb(step: int) -> None:
-        if step == kill_at:
+        if at is not None and step == at - 1:
+            assert isinstance(engine, ClusterEngine) and engine._group is not None
+            engine._group._silence_s = SILENCE_S
+        if step == at:
             assert isinstance(engine, ClusterEngine)
-            os.kill(engine.processes[1], signal.SIGKILL)
+            os.kill(engine.processes[1], how)
 
     with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=data_dir, engine=engine)) as service:
         return run(service, str(folder), STEPS, disturb, copies=8)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("family", list(SHAPES))
-def test_a_run_in_which_a_rank_is_killed_is_that_of_one_process(
-    tmp_path: Path, folders: dict[str, Path], engine: ClusterEngine, family: str
+def test_a_run_in_which_a_rank_is_killed_or_frozen_is_that_of_one_process(
+    tmp_path: Path, folders: dict[str, Path], engine: ClusterEngine, family: str, how: signal.Signals
 ) -> None:
-    disturbed = program(tmp_path / "killed", folders[family], engine, kill_at=3)
+    disturbed = program(tmp_path / "disturbed", folders[family], engine, at=3, how=how)
     assert engine.cluster_state["lost"] == 1
     assert disturbed == program(tmp_path / "one", folders[family], torch_engine(chunked=True))
 

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from mint.errors import InvalidRequestError
-from mint.models.tensor_files import write_file
+from mint.server.identity import utc
 
 MANIFEST, CONTENT = "MANIFEST.json", "content/"
 """The names of the manifest, and of all other objects: their SHA-256 behind this."""
 
 FORMAT = "mint-mirror-1"
-
-IDENTITY_FILE = "mirror.json"
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,6 @@ class MirrorManifest:
 _MANIFEST, _FILES, _PARTS = TypeAdapter(MirrorManifest), TypeAdapter(list[MirroredFile]), TypeAdapter(list[str])
 
 
-def utc(seconds: float) -> str:
-    """A time since the epoch, for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
 def sha256(content: bytes) -> str:
     """The name of a content."""
     return hashlib.sha256(content).hexdigest()
@@ -115,44 +105,3 @@ def decode_files(text: bytes) -> list[MirroredFile]:
 
 def _json(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":"), sort_keys=True).encode()
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which data directory this is, however often it moves. Each time that a mirror brings it back begins another
-    `incarnation`, with the state of `restored_from`, in seconds since the epoch."""
-
-    data_id: str
-    incarnation: int = 1
-    restored_from: float | None = None
-
-    @property
-    def loss(self) -> str:
-        """What to tell a client that asks for something unknown: why it may be; empty if nothing was lost."""
-        if self.restored_from is None:
-            return ""
-        return f"this server's data are those of {utc(self.restored_from)}, from a mirror; what came later is lost"
-
-    def write(self, data_dir: Path) -> None:
-        """Stores it in the data directory."""
-        write_file(data_dir / IDENTITY_FILE, [_json(asdict(self))])
-
-
-def identity_of(data_dir: Path) -> Identity | None:
-    """The identity of a data directory; None if it never had a mirror.
-
-    Raises:
-        InvalidRequestError: the file is damaged.
-    """
-    file = data_dir / IDENTITY_FILE
-    try:
-        return TypeAdapter(Identity).validate_json(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise InvalidRequestError(
-            "is damaged",
-            field="file",
-            value=file,
-            remedy="Remove it, and let --mirror name an address where nothing is yet",
-        ) from error

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mint.errors import InvalidRequestError
+from mint.server.identity import Identity, identity_of, made_identity
 from mint.server.mirror.copying import Copy, Source
 from mint.server.mirror.manifest import (
     CONTENT,
     MANIFEST,
-    Identity,
     MirroredFile,
     MirrorManifest,
     encode_files,
     encode_parts,
-    identity_of,
     sha256,
 )
 from mint.server.mirror.objects import Objects
@@ -37,7 +36,7 @@ EVERY_S = 5.0
 """How long after one state the next one is taken, if the journal has changed."""
 
 BUSY_SHARE = 0.05
-"""The part of the time in which the journal is copied and hashed, at most: a large one is taken less often."""
+"""The part of a processor that copies and hashes the journal, at most: a large one is taken less often."""
 
 LATE_S = 120.0
 """A lag from which on an operator is warned."""
@@ -84,13 +83,15 @@ class Mirror:
         address: str,
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`address` is how people are told of it. `start` begins."""
+        """`address` is how people are told of it. `start` begins. `cpu_clock` counts the processor time of a thread."""
         self._data_dir = data_dir
         self._objects = objects
         self._address = address
         self._every_s = every_s
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._writer = uuid.uuid4().hex
         self._identity: Identity | None = None  # once it is known whose mirror is there
         self._found: tuple[str, int] | None = None  # writer and number of the manifest that is there
@@ -196,9 +197,7 @@ class Mirror:
                 remedy="Name an address where nothing is yet; or bring that one back into an empty data directory: "
                 "mint recover --from-mirror",
             )
-        if identity is None:
-            identity = Identity(uuid.uuid4().hex)
-            identity.write(self._data_dir)
+        identity = made_identity(self._data_dir)
         self._stored = {name.removeprefix(CONTENT) for name in self._objects.names() if name.startswith(CONTENT)}
         self._found = None if there is None else (there.writer, there.number)
         self._identity = identity
@@ -217,12 +216,13 @@ class Mirror:
             ) from error
 
     def _send_state(self, source: Source, began: float) -> float:
-        """Sends a state; how many seconds of work that was on this machine."""
+        """Sends a state; how many seconds of processor time that took here, without the sending."""
+        busy_since = self._cpu_clock()
         with source.copy() as copy, _Sender(self._objects, self._stored) as sender:
             for name in copy.missing:
                 log.error("%s is not in the mirror: the journal names it, and it is not there", name)
             parts = [sender.send(content) for content in _read_parts(copy.journal)]
-            busy_s = self._clock() - began
+            busy_s = self._cpu_clock() - busy_since
             for name, path in copy.new.items():
                 sender.send_file(name, path)
             lists = [sender.send(encode_files(own)) for own in _lists(copy)]

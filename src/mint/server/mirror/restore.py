@@ -14,10 +14,10 @@ from pathlib import Path
 
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import sync_file
+from mint.server.identity import Identity
 from mint.server.mirror.manifest import (
     CONTENT,
     MANIFEST,
-    Identity,
     MirroredFile,
     MirrorManifest,
     decode_files,

@@ -25,11 +25,11 @@ from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.models.peft_format import LayersOf, base_layers
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
+from mint.server.identity import identity_of
 from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.lora_names import LoraNames
 from mint.server.lost_journal import open_journal
-from mint.server.mirror.manifest import identity_of
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
