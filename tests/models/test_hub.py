@@ -157,6 +157,17 @@ def test_a_model_is_downloaded_once_and_found_by_its_name(hub: Hub, tmp_path: Pa
     assert (Path(found) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
+def test_a_second_copy_of_the_weights_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    """Mistral publishes `consolidated.safetensors` beside its shards, and GPT-OSS a folder `original`."""
+    copy = hub.files["model.safetensors"]
+    hub.files |= {"consolidated.safetensors": copy, "original/other.safetensors": copy}
+    with _served(hub) as endpoint:
+        result = _mint(tmp_path, endpoint, "models", "pull", NAME)
+    assert result.returncode == 0, result.stderr
+    assert [name for name, _ in hub.asked if name.endswith(".safetensors")] == ["model.safetensors"]
+    assert (Path(_resolve(tmp_path)) / "model.safetensors").is_file()
+
+
 def _resolve(tmp_path: Path) -> str:
     code = f"from mint.models.registry import resolve; print(resolve({NAME!r}, {{}}))"
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import CheckpointError, InvalidRequestError, MintError, UnknownBaseModelError
-from mint.models.registry import HUB_FILES, missing_files
+from mint.models.registry import HUB_COPIES, HUB_FILES, missing_files
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -96,7 +96,13 @@ def _snapshot(name: str, revision: str | None, *, dry_run: bool) -> Any:
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), dry_run=dry_run)
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(HUB_FILES),
+            ignore_patterns=list(HUB_COPIES),
+            dry_run=dry_run,
+        )
     except Exception as error:  # its HTTP library's errors are not part of its interface
         cause = error.__cause__ if isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError) else None
         raise _refusal(name, revision, constants.ENDPOINT, cause or error) from error

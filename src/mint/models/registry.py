@@ -21,6 +21,10 @@ BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 """What mint needs of a model on the hub: configuration, tokenizer, chat template, and weights in this format alone."""
 
+HUB_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
+"""What is left out of these: the weights once more in another layout, as Mistral (`consolidated`) and GPT-OSS
+(`original/`) publish them. They would double the download."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
@@ -184,7 +188,8 @@ def _cached_folder(target: str) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(target, local_files_only=True, allow_patterns=list(HUB_FILES)))
+        wanted = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_COPIES)}
+        return Path(snapshot_download(target, local_files_only=True, **wanted))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
 
