@@ -5,18 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from planted_paths import PLANTS
 from pydantic import ValidationError
+from small_models import write_model
 
 from mint.config import GPU_PATHS, Settings
 from mint.engine import devices
-from mint.engine.cuda.fast_paths import EXPERTS, INVARIANT, NAMES, OPTIMIZER, SETTING, Shapes, paths
+from mint.engine.cuda.fast_paths import (
+    CAPTURE,
+    EXPERTS,
+    FLEX,
+    FUSED,
+    INVARIANT,
+    LOGITS,
+    NAMES,
+    OPTIMIZER,
+    SETTING,
+    TRITON,
+    Shapes,
+    paths,
+)
 from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora
 from mint.engine.cuda.self_check import FastPath, PathSource, check_paths, judge, rounding_limit
 from mint.engine.devices import Device
+from mint.engine.model.config import read_decoder_config
+from mint.models.folder import ModelFolder
 
 
 def test_every_planted_fault_is_found_and_named_and_sound_paths_beside_it_are_let_be() -> None:
@@ -115,6 +132,20 @@ def test_every_path_but_the_batch_invariant_one_can_be_switched_off_by_its_name(
     with pytest.raises(ValidationError, match="which is none of logits, flex"):
         Settings(gpu_off="flex,flax")
     assert Settings(gpu_off=" flex, fused").gpu_off_list == ["flex", "fused"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the check runs")
+def test_where_the_check_cannot_run_plain_operations_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "_has_triton", lambda: True)
+    write_model(tmp_path, "tied")
+    device = Device("cuda", None, gpu_kernels=True, gpu_off=("flex",))
+    device.check(read_decoder_config(ModelFolder(tmp_path).config), torch.bfloat16)
+    assert device.paths_off == "flex,fused,logits,optimizer" and not device.fuses_optimizer
+    assert "ended the process with status 1" in caplog.text and "mint doctor gpu" in caplog.text
+    assert device.switched_off.pop(FLEX) == "MINT_GPU_OFF"  # and so it was not checked
+    assert set(device.switched_off) == {LOGITS, TRITON, FUSED, CAPTURE, OPTIMIZER}
 
 
 def _products(terms: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
