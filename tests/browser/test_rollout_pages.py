@@ -58,6 +58,17 @@ def assert_card_shows(card: Any, row: dict[str, Any]) -> None:
     assert card.locator(".tok").count() == len(row["tokens"])
 
 
+def test_a_step_without_rollouts_is_said_until_another_is_chosen(tab: Tab) -> None:
+    page = tab.open(path_of("tools", "/rollouts?step=999&group=0"))
+    said = page.locator("#step-missing")
+    assert said.inner_text().startswith("Step 999 has no rollouts. The run has those from 1 to ")
+    page.locator("#step-before").click()
+    wait_until(lambda: not said.is_visible())
+    page.locator("#step-number").fill("999")
+    page.locator("#step-number").press("Enter")
+    wait_until(said.is_visible)
+
+
 def test_each_token_says_its_logprob_advantage_and_entropy(tab: Tab, groups: dict[int, list[dict[str, Any]]]) -> None:
     rows = next(rows for rows in groups.values() if any("token_advantages" in row for row in rows))
     row = max(rows, key=lambda row: "token_advantages" in row and len(set(row["token_advantages"])))

@@ -55,7 +55,7 @@ def test_an_archived_run_is_only_in_the_archive(tmp_path: Path) -> None:
         ({"colour": "red"}, "is not a label"),
         ({"title": 3}, "title = 3"),
         ({"title": "x" * 201}, "at most 200 characters"),
-        ({"tags": "a, b"}, "is not a list of tags"),
+        ({"tags": "a, b"}, "is not a list of tags. Give a list of at most 20 texts"),
         ({"tags": ["a"] * (MOST_TAGS + 1)}, "is not a list of tags"),
         ({"is_archived": "yes"}, "is neither true nor false"),
         ([1], "is not an object"),

@@ -105,6 +105,19 @@ def test_the_rollouts_of_a_finding_are_those_that_show_it(client: httpx.Client) 
     assert by_code["rows"] == by_query["rows"] and by_code["total"] == 4
 
 
+def test_the_page_of_a_step_without_rollouts_says_which_step_it_shows(client: httpx.Client) -> None:
+    sentence = "Step 99 has no rollouts. The run has those from 1 to 4; this is step 4."
+    assert sentence in client.get(f"/runs/{RUN}/rollouts?step=99").text
+    for query in ("", "?step=2", "?group=99"):
+        assert "; this is step" not in client.get(f"/runs/{RUN}/rollouts{query}").text
+
+
+def test_a_run_without_steps_may_get_any_metric_yet(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "new", 0)
+    with showing(tmp_path) as (_, client):
+        assert get(client, "runs/new/columns", names="reward/meen")["columns"] == {"step": [], "reward/meen": []}
+
+
 def test_a_group_comes_best_first_and_whole(client: httpx.Client) -> None:
     group = get(client, f"runs/{RUN}/steps/3/groups/0")
     assert [row["reward"] for row in group["rows"]] == [1.0, 0.0, None] and group["prompt"] == "What is 0 + 3?"
@@ -142,10 +155,13 @@ def test_an_evaluation_shows_what_was_read(client: httpx.Client) -> None:
     ("path", "status", "said"),
     [
         ("runs/none", 404, "is not a run here"),
-        (f"runs/{RUN}/steps/99/groups", 404, "has no rollouts"),
+        (f"runs/{RUN}/steps/99/groups", 404, "step = 99: has no rollouts. The run has those from 1 to 4"),
+        (f"runs/{RUN}/columns?names=reward/mean,reward/meen", 400, "metric of this run. Did you mean reward/mean"),
         (f"runs/{RUN}/steps/1/groups/99", 404, "is not a group"),
         (f"runs/{RUN}/rollouts/1/99", 404, "is not a rollout"),
-        (f"runs/{RUN}/rollouts?step=-1", 400, "step = -1"),
+        (f"runs/{RUN}/rollouts?step=-1", 400, "step = -1: is below 0"),
+        ("runs?limit=1.5", 400, "limit = 1.5: is not a whole number"),
+        ("runs?limit=1000000000000000", 400, "has too many digits"),
         (f"runs/{RUN}/rollouts?reward_min=much", 400, "reward_min = much"),
         (f"runs/{RUN}/rollouts?flag=odd", 400, "is not a flag"),
         (f"runs/{RUN}/rollouts?sort=odd", 400, "is not an order"),

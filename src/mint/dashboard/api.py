@@ -25,6 +25,7 @@ from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.runs.interrupt import request_stop
 from mint.runs.labels import changed_labels, read_labels, write_labels
+from mint.runs.metric_columns import unknown_metric
 from mint.runs.reader import RolloutQuery, RunReader, latest_findings
 
 ROOT = "/dashboard/v1"
@@ -69,8 +70,11 @@ def columns(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     points = _whole_number(request.query_params, "points")
     # Taken before the logs are read: rows written meanwhile are sent twice rather than never.
     cursor = cursor_of(reader)
+    chosen = reader.columns(names, since, math.inf if until is None else until, points)
+    if names is not None:
+        _require_metrics(reader, [name for name in names if all(value is None for value in chosen[name])])
     return {
-        "columns": reader.columns(names, since, math.inf if until is None else until, points),
+        "columns": chosen,
         "evaluations": reader.evaluations(),
         "findings": latest_findings(reader.findings()),
         "summary": dashboard.readers.summary(name),
@@ -96,7 +100,7 @@ def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     row = request.path_params["row"]
     found = reader.rows(step, row=row)
     if not found and not reader.has_rollouts(step):
-        raise _no_rollouts(step)
+        raise _no_rollouts(reader, step)
     if not found:
         raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
     [whole] = _whole(reader, step, found)
@@ -117,7 +121,7 @@ def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 def _groups(reader: RunReader, step: int) -> list[dict[str, Any]]:
     found = reader.rows(step, light=True)
     if not found:
-        raise _no_rollouts(step)
+        raise _no_rollouts(reader, step)
     return _grouped(found)
 
 
@@ -151,7 +155,7 @@ def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | Non
     """What the page of rollouts starts with: the groups of a step, and the samples of one group.
 
     The last step and its first group with unequal rewards, unless the request names others that exist; None if there
-    are no rollouts yet.
+    are no rollouts yet. `missing` is the number of a step that was asked for and has no rollouts, else None.
     """
     steps = reader.steps()
     if not steps:
@@ -166,13 +170,20 @@ def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | Non
         one["group"] for one in listed if len({reward for reward in one["rewards"] if reward is not None}) > 1
     )
     chosen = int(group) if group.isdecimal() and int(group) in numbers else next(with_signal, numbers[0])
-    return {"step": at, "groups": listed, "group": _sorted_group(at, [row for row in rows if row["group"] == chosen])}
+    return {
+        "step": at,
+        "groups": listed,
+        "group": _sorted_group(at, [row for row in rows if row["group"] == chosen]),
+        "missing": int(step) if step.isdecimal() and int(step) != at else None,
+        "first_step": steps[0],
+        "last_step": steps[-1],
+    }
 
 
 def _group(reader: RunReader, step: int, number: int) -> dict[str, Any]:
     found = reader.group_rows(step, number, together=GROUP_TOKENS)
     if not found and not reader.has_rollouts(step):
-        raise _no_rollouts(step)
+        raise _no_rollouts(reader, step)
     if not found:
         raise NotFoundError("is not a group of this run", field="group", value=f"step {step}, group {number}")
     rows = _whole(reader, step, _cut_rows(found))
@@ -423,8 +434,23 @@ def _whole_number(given: QueryParams, name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidRequestError("is not a whole number", field=name, value=text, remedy="Give 0 or more")
+        digits = text.removeprefix("-")
+        is_whole = digits.isascii() and digits.isdigit()
+        what = "is not a whole number" if not is_whole else "is below 0" if text != digits else "has too many digits"
+        raise InvalidRequestError(what, field=name, value=text, remedy="Give 0 or more, with at most 15 digits")
     return int(text)
+
+
+def _require_metrics(reader: RunReader, names: Sequence[str]) -> None:
+    """Refuses names that no step of the run has. A run without steps may get them yet.
+
+    Raises:
+        InvalidRequestError: a name is unknown.
+    """
+    known = reader.metric_names() if names else []
+    for name in names:
+        if known and name not in known:
+            raise unknown_metric(name, known)
 
 
 def _number(given: QueryParams, name: str) -> float:
@@ -456,8 +482,10 @@ def _reader(dashboard: DashboardState, request: Request) -> tuple[str, RunReader
     return name, dashboard.readers.of(name)
 
 
-def _no_rollouts(step: int) -> NotFoundError:
-    return NotFoundError("has no rollouts", field="step", value=step, remedy="See the steps that have some")
+def _no_rollouts(reader: RunReader, step: int) -> NotFoundError:
+    steps = reader.steps()
+    have = f"those from {steps[0]} to {steps[-1]}" if steps else "none yet"
+    return NotFoundError("has no rollouts", field="step", value=step, remedy=f"The run has {have}")
 
 
 def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

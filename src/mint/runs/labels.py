@@ -68,7 +68,7 @@ def _checked(name: str, value: object) -> object:
         return value
     if name == "tags":
         if not isinstance(value, list) or len(value) > MOST_TAGS:
-            remedy = f"Give at most {MOST_TAGS}"
+            remedy = f'Give a list of at most {MOST_TAGS} texts, such as ["baseline"]'
             raise InvalidRequestError("is not a list of tags", field=name, value=value, remedy=remedy)
         return tuple(dict.fromkeys(tag for one in value if (tag := _text("tags", one, LONGEST_TAG))))
     return _text(name, value, LONGEST_TITLE if name == "title" else LONGEST_NOTE)

@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
+from mint.errors import InvalidRequestError
+
 TOO_LARGE = 2**1023
 """Whole numbers from here on may not fit into a float."""
+
+
+def unknown_metric(name: str, known: Iterable[str]) -> InvalidRequestError:
+    """The error for a metric that no step of a run has, with the names that are close to it."""
+    close = get_close_matches(name, sorted(set(known) - {"step"}), n=3, cutoff=0.3)
+    remedy = f"Did you mean {', '.join(close)}?" if close else "The names are those in metrics.jsonl"
+    return InvalidRequestError("is not a metric of this run", field="metric", value=name, remedy=remedy)
 
 
 class MetricColumns:

@@ -295,6 +295,11 @@ class RunReader:
             metrics = self._sought_metrics()
             return int(metrics.row(-1)["step"]) if len(metrics) else 0
 
+    def metric_names(self) -> list[str]:
+        """The names of all metrics that a step has, in the order of their first appearance."""
+        with self._current():
+            return self._refreshed_metrics().names
+
     def columns(
         self,
         names: Sequence[str] | None = None,

@@ -106,10 +106,13 @@ async function show() {
   }
 }
 
-/** A step with rollouts: the requested one, else the nearest before it, else the latest. */
+/** A step with rollouts: the requested one, else the nearest before it, else the latest. Says it if there is another. */
 function settleStep() {
   const asked = state.follow ? Infinity : (state.step ?? Infinity);
   state.step = steps.findLast((step) => step <= asked) ?? steps[0] ?? null;
+  const missing = find("#step-missing");
+  missing.hidden = state.step === null || asked === Infinity || asked === state.step;
+  missing.textContent = missing.hidden ? "" : `Step ${asked} has no rollouts. The run has those from ${steps[0]} to ${steps.at(-1)}; this is step ${state.step}.`;
 }
 
 function drawSteps() {
@@ -485,7 +488,7 @@ async function onStep(step) {
 /** Requests all that the URL names at once instead of one after another. */
 function askAhead() {
   const { step, group, follow, filter } = state;
-  if (step === null || follow) return;
+  if (step === null || follow || !find("#step-missing").hidden) return;
   if (!isFiltering(filter)) groupsOf(step).catch(() => null); // the page asks again, and says what is wrong
   if (group !== null) groupOf(step, group).catch(() => null);
 }

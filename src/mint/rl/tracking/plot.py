@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
+from mint.runs.metric_columns import unknown_metric
 
 BLUE = "#1f6feb"
 ORANGE = "#d9730d"
@@ -81,12 +81,10 @@ def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequ
         InvalidRequestError: no step has such a metric, or the picture cannot be written to `path`.
         MissingExtraError: matplotlib is not installed.
     """
-    known = sorted({name for row in metrics for name in row} - {"step"})
+    known = {name for row in metrics for name in row} - {"step"}
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, n=3, cutoff=0.3)
-            remedy = f"Did you mean {', '.join(close)}?" if close else "The names are those in metrics.jsonl"
-            raise InvalidRequestError("is not a metric of this run", field="metric", value=name, remedy=remedy)
+            raise unknown_metric(name, known)
     figure, *every = _axes(len(names))
     for axes, name in zip(every, names, strict=True):
         rows = [row for row in metrics if name in row]
