@@ -519,7 +519,7 @@ static void round_row_to_int16(const float *x, int64_t inputs, int32_t *to) {
             _mm_storeu_si128((__m128i *)to + 1, _mm_unpackhi_epi32(highs, lows));
         }
         *units++ = largest / LARGEST;
-        *offsets++ = -128 * _mm512_reduce_add_epi32(total);
+        *offsets++ = -128u * (uint32_t)_mm512_reduce_add_epi32(total); /* of what is not finite, any number */
     }
 }
 
