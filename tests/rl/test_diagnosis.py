@@ -243,6 +243,16 @@ def test_a_run_that_gains_a_quarter_of_what_was_missing_rarely_ends_with_no_prog
     assert sum("no_progress" in at_the_end(record) for record in runs) <= 2
 
 
+def test_a_slow_run_with_little_left_to_gain_is_seldom_told_that_it_makes_no_progress() -> None:
+    """It gains three tenths of what was missing, and its held-out items are too few to show that."""
+    readings = [reading(0, 0.6, 0.15), reading(28, 0.65, 0.15)]
+    runs = [
+        run(lambda step: 0.7 + 0.09 * step / 28, seed=seed, steps=28, config={"steps": 28}, evaluations=readings)
+        for seed in range(40)
+    ]
+    assert sum("no_progress" in at_the_end(record) for record in runs) <= 3
+
+
 def test_a_run_that_rises_early_and_keeps_its_level_is_judged_by_the_last_heldout_reading() -> None:
     def rate(step: int) -> float:
         return 0.16 + 0.21 * (1 - math.exp(-step / 5))

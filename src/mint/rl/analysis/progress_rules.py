@@ -22,7 +22,7 @@ PATIENCE = 25
 RISING_Z = 2.0
 """Standard errors of the trend from which a run makes progress."""
 
-SMALL_GAIN = 0.35
+SMALL_GAIN = 0.3
 """A run makes no progress if it has surely gained less than this share of the reward that was missing. A run of so few
 rollouts that its gain may be larger is not judged."""
 
