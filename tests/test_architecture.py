@@ -40,6 +40,7 @@ HOMES: dict[str, frozenset[str]] = {
     "ray": frozenset(
         {
             "cluster/groups.py",
+            "cluster/lifetime/adoption.py",
             "cluster/processes.py",
             "cluster/ray_runtime.py",
             "cluster/replicas.py",

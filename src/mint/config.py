@@ -24,6 +24,7 @@
 | `MINT_SHARD_BASE` | with a cluster: processes that train divide the layers of the base; same results | off |
 | `MINT_TENSOR_PARALLEL` | layers are cut into fixed chunks, which 1, 2, 4 or 8 processes that train divide | uncut |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
+| `MINT_LEASE_S` | in another's Ray cluster: seconds for which a server's processes live on without it | `120` |
 | `MINT_SAMPLER` | what samples, separated by commas: `vllm=http://HOST:PORT`, or `workers` that join | none |
 | `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
 | `MINT_SAMPLER_API_KEY` | the key that they ask for | unset |
@@ -178,6 +179,7 @@ class Settings(BaseSettings):
     shard_base: bool = False
     tensor_parallel: TensorParallel | None = None
     collective_timeout_s: float = Field(30.0, gt=0)
+    lease_s: float = Field(120.0, ge=10, le=86_400)
     sampler: Samplers = ""
     sampler_folder: Path | None = None
     sampler_api_key: str | None = Field(None, repr=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
+from mint.cluster.lifetime.adoption import keep_renewing
 from mint.cluster.local_sampling import LocalSampling
 from mint.cluster.packed_values import PackedData, PackedResult
 from mint.cluster.rank import Work
@@ -122,6 +124,9 @@ class ClusterEngine:
         self._bases: set[str] = set()  # on the ranks
         self._models: dict[str, _Shape] = {}
         self._losses = 0
+        if place.crew is not None:
+            renew = partial(keep_renewing, place.crew, place)
+            threading.Thread(target=renew, name="mint-lease", daemon=True).start()
 
     @property
     def cluster_state(self) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mint.cluster.answers import Answer
 from mint.cluster.collectives.progress import Watch
+from mint.cluster.lifetime.adoption import adopt_ranks, new_group, rank_name
+from mint.cluster.lifetime.lease import Crew, SupersededError
 from mint.cluster.processes import Process, end_process
 from mint.cluster.rank import OpenEngine, Rank, Work
 from mint.cluster.ray_runtime import HERE, RANK, InOnePiece, Place, RayStartError, first_line, start_ray
@@ -42,6 +44,10 @@ SILENCE_S = 30.0
 
 DEADLINE_S = 30.0
 """The ranks are stuck if one waits for others, and none takes a step for so long: a layer, or a collective."""
+
+
+ADOPT_S = 60.0
+"""How long ranks that were left behind may take to end the pass that they are in. New ones start faster."""
 
 
 class RankLostError(RuntimeError):
@@ -76,17 +82,29 @@ class RankGroup:
         self._deadline_s = deadline_s
         self._processes: list[Process] = []
         self._ranks: list[Any] = []
+        self._incarnation = place.incarnation
+        self._folder: Path | None = None
         try:
             start_ray(place)
-            self._placement = _place(place, world, tensor_parallel or 1)
+            if place.crew is not None and self._adopt(place.crew, world):
+                return
+            name, self._placement = _place(place, world, tensor_parallel or 1)
         except RayStartError as error:
             raise RankLostError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
         self.world = world = self._placement.bundle_count
         # A thread gives signs of life, beside the one that works.
         remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
-        actor = remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement))
-        self._ranks = [actor.remote(open_engine, shards=shards, tensor_parallel=tensor_parallel) for _ in range(world)]
+        where = PlacementGroupSchedulingStrategy(self._placement)
+        given = {
+            "shards": shards,
+            "tensor_parallel": tensor_parallel,
+            "crew": place.crew,
+            "group": name,
+        }
+        for rank in range(world):
+            named = {} if place.crew is None else place.named(rank_name(place.crew, name, rank, world))
+            self._ranks.append(remote.options(scheduling_strategy=where, **named).remote(open_engine, **given))
         try:
             if place.is_local:
                 meeting = f"file://{self._folder / 'store'}"
@@ -102,6 +120,28 @@ class RankGroup:
                 raise answer.error
         self._processes = [answer.value for answer in answers]
         log.info("%d ranks train together: processes %s", world, ", ".join(map(str, self.pids)))
+
+    def _adopt(self, crew: Crew, world: int) -> bool:
+        """Takes over the ranks that an earlier start of the server has left, with their bases alone; False if there are
+        none."""
+        found = adopt_ranks(crew, world)
+        if found is None:
+            return False
+        name, self._ranks = found
+        self._placement = get_placement_group(name)
+        self.world = world
+        try:  # they may be in the middle of a pass whose result nobody wants
+            answers = ray.get([own.reset.remote(crew.incarnation) for own in self._ranks], timeout=ADOPT_S)
+        except RayError as error:
+            log.warning("ranks that were left behind cannot be taken over: %s", first_line(error))
+            answers = []
+        if not answers or any(answer.error is not None for answer in answers):
+            self.close()
+            self._ranks = []
+            return False
+        self._processes = [answer.value for answer in answers]
+        log.info("%d ranks are taken over: processes %s", world, ", ".join(map(str, self.pids)))
+        return True
 
     @property
     def pids(self) -> list[int]:
@@ -127,11 +167,15 @@ class RankGroup:
         for actor, process in zip(self._ranks, known, strict=True):
             end_process(actor, process)
         remove_placement_group(self._placement)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _values(self, work: Work, *, every: bool) -> list[Any]:
         sent = ray.put(InOnePiece(work))  # once for all ranks
-        running = [own.run.remote(sent, keeps_value=every or own is self._ranks[0]) for own in self._ranks]
+        running = [
+            own.run.remote(sent, keeps_value=every or own is self._ranks[0], incarnation=self._incarnation)
+            for own in self._ranks
+        ]
         answers = self._wait(running)
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
@@ -162,6 +206,9 @@ class RankGroup:
                 for rank in set(range(self.world)) - set(asked.values()):
                     asked[self._ranks[rank].progress.remote()] = rank
             return ray.get(list(running))
+        except SupersededError as error:
+            self._ranks, self._processes = [], []  # they are not this server's any more: they live on
+            raise RankLostError(f"another server has taken the ranks over: {first_line(error)}") from error
         except RayError as error:
             self._lose(f"a rank has died: {first_line(error)}", error)
 
@@ -170,16 +217,18 @@ class RankGroup:
         raise RankLostError(reason) from error
 
 
-def _place(place: Place, world: int, step: int) -> Any:
-    """A placement group for `world` ranks, or for as many as there is room for, in multiples of `step`.
+def _place(place: Place, world: int, step: int) -> tuple[str, Any]:
+    """A name for a group, and a placement group for `world` ranks, or for as many as there is room for, in multiples of
+    `step`.
 
     Raises:
         RankLostError: there is no room for one.
     """
     while True:
-        placement = placement_group([place.takes(RANK)] * world, strategy="PACK")
+        name = new_group()
+        placement = placement_group([place.takes(RANK)] * world, strategy="PACK", **place.named(name))
         if placement.wait(PLACE_TIMEOUT_S):
-            return placement
+            return name, placement
         remove_placement_group(placement)
         fewer = min(world - 1, place.free(RANK)) // step * step
         if fewer < 1:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed.distributed_c10d as dist
 
 from mint.cluster.answers import Answer, portable
 from mint.cluster.collectives.progress import Progress, Report
+from mint.cluster.lifetime.adoption import remove_group
+from mint.cluster.lifetime.lease import Crew, ServerLease
 from mint.cluster.processes import Process, free_port, interface_of, loopback, node_address
 from mint.cluster.ray_runtime import InOnePiece, on_thread
 from mint.cluster.sums import Ranks
@@ -33,9 +36,22 @@ Work = Callable[[Engine], Any]
 class Rank:
     """A rank, in a process of its own."""
 
-    def __init__(self, open_engine: OpenEngine, *, shards: bool, tensor_parallel: int | None) -> None:
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        *,
+        shards: bool,
+        tensor_parallel: int | None,
+        crew: Crew | None = None,
+        group: str = "",
+    ) -> None:
         """With `shards`, the ranks divide the layers of base models. With `tensor_parallel`, so many neighbours divide
-        each layer, and compute it together."""
+        each layer, and compute it together. With a `crew`, the rank lives on without its server, until its lease is
+        over; then it gives back the place of its `group`."""
+        self._lease: ServerLease | None = None
+        if crew is not None:
+            self._lease = ServerLease(crew.incarnation, crew.lease_s, on_end=partial(remove_group, group))
+            self._lease.watch()
         self._open_engine = open_engine
         self._engine: Engine | None = None
         self._progress = Progress()
@@ -61,9 +77,37 @@ class Rank:
             return Answer(error=portable(error))
         return Answer(Process.of_this_actor())
 
-    def run(self, work: Work, *, keeps_value: bool) -> InOnePiece:
-        """Does the work; its value is left out of the `Answer` if nobody needs that of this rank."""
+    def reset(self, incarnation: int) -> Answer:
+        """Forgets all models, after what runs now: a new start of the server has taken the rank over. The answer is the
+        `Process`.
+
+        Raises:
+            SupersededError: a later start has.
+        """
+        self._require(incarnation)
+        forget_all = getattr(self._engine, "forget_all", None)
+        if forget_all is None:
+            return Answer(error=RuntimeError("the rank has no engine that can be taken over"))
+        forget_all()
+        return Answer(Process.of_this_actor())
+
+    def run(self, work: Work, *, keeps_value: bool, incarnation: int = 0) -> InOnePiece:
+        """Does the work; its value is left out of the `Answer` if nobody needs that of this rank.
+
+        Raises:
+            SupersededError: another start of the server has this rank.
+        """
+        self._require(incarnation)
         return InOnePiece(self._run(work, keeps_value=keeps_value))
+
+    def _require(self, incarnation: int) -> None:
+        if self._lease is not None:
+            self._lease.require(incarnation)
+
+    @on_thread("health")
+    def renew(self, incarnation: int) -> bool:
+        """See `ServerLease.renew`."""
+        return self._lease is not None and self._lease.renew(incarnation)
 
     def _run(self, work: Work, *, keeps_value: bool) -> Answer:
         assert self._engine is not None, "the rank has not joined"

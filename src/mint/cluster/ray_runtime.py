@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import ray
 from ray import cloudpickle
 
+from mint.cluster.lifetime.lease import Crew
+
 log = logging.getLogger(__name__)
 
 RANK, REPLICA, MAX_PROCESSES = "mint_rank", "mint_replica", 64
@@ -40,11 +42,12 @@ class Place:
 
     `address` is `local` (a Ray of its own on this machine, which ends with the program), `auto` (the Ray in which this
     program runs, as a job or on a node) or `ray://HOST:PORT` (another one, by its client server). There, each process
-    takes `cpus` processors.
+    takes `cpus` processors. With a `crew`, processes of the cluster live on when this program ends, for a while.
     """
 
     address: str = "local"
     cpus: int = 1
+    crew: Crew | None = None
 
     @property
     def is_local(self) -> bool:
@@ -60,6 +63,15 @@ class Place:
         if self.is_local:
             return {"num_cpus": 0, "resources": self.takes(kind)}
         return {"num_cpus": self.cpus}
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of the server this is; 0 where its processes end with it."""
+        return 0 if self.crew is None else self.crew.incarnation
+
+    def named(self, name: str) -> dict[str, Any]:
+        """The options of an actor that is found again under this name, where processes live on."""
+        return {} if self.crew is None else {"name": name, "lifetime": "detached"}
 
     def free(self, kind: str) -> int:
         """How many processes of a kind could start now."""
@@ -135,7 +147,8 @@ def _start(place: Place) -> None:
     def start() -> None:
         try:
             if folder is None:
-                ray.init(address=place.address, log_to_driver=False, logging_level=logging.ERROR)
+                namespace = None if place.crew is None else place.crew.name
+                ray.init(address=place.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
             else:
                 _start_here(folder)
         except Exception as error:  # the boundary: Ray raises plain ones

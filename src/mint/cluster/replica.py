@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mint.cluster.answers import Answer, portable
+from mint.cluster.lifetime.lease import Crew, ServerLease
 from mint.cluster.processes import Process
 from mint.cluster.ray_runtime import InOnePiece, on_thread
 from mint.cluster.versions import Layout, unpacked
@@ -85,7 +86,14 @@ class CancelJob:
     number: int
 
 
-Order = LoadBase | LoadLora | DropLora | KeepVocabulary | AddJob | CancelJob
+@dataclass(frozen=True)
+class ForgetAll:
+    """Forget all jobs, versions and vocabularies; bases stay. `done` is set then."""
+
+    done: threading.Event
+
+
+Order = LoadBase | LoadLora | DropLora | KeepVocabulary | AddJob | CancelJob | ForgetAll
 
 
 @dataclass
@@ -121,7 +129,11 @@ class Replica:
     alone, and only the one at fault fails. Orders that come meanwhile wait.
     """
 
-    def __init__(self, open_engine: OpenReplica) -> None:
+    def __init__(self, open_engine: OpenReplica, crew: Crew | None = None) -> None:
+        """With a `crew`, it lives on without its server, until its lease is over."""
+        self._lease = None if crew is None else ServerLease(crew.incarnation, crew.lease_s)
+        if self._lease is not None:
+            self._lease.watch()
         self._open_engine = open_engine
         self._engine: TorchEngine | None = None
         self._orders: queue.SimpleQueue[tuple[Order, Sequence[np.ndarray]]] = queue.SimpleQueue()
@@ -155,18 +167,46 @@ class Replica:
         opened.wait()
         return Answer(Process.of_this_actor(), failure[0] if failure else None)
 
+    def renew(self, incarnation: int) -> bool:
+        """See `ServerLease.renew`."""
+        return self._lease is not None and self._lease.renew(incarnation)
+
+    @on_thread("orders")
+    def reset(self, incarnation: int) -> Answer:
+        """Forgets all jobs and versions: a new start of the server has taken the replica over. The answer is the
+        `Process`.
+
+        Raises:
+            SupersededError: a later start has.
+        """
+        self._require(incarnation)
+        done = threading.Event()
+        self._orders.put((ForgetAll(done), ()))
+        done.wait()
+        return Answer(Process.of_this_actor())
+
+    def _require(self, incarnation: int) -> None:
+        if self._lease is not None:
+            self._lease.require(incarnation)
+
     @on_thread("orders", has_answer=False)
-    def do(self, orders: Sequence[Order], *vectors: np.ndarray) -> None:
-        """Takes orders, and the weights for them."""
+    def do(self, incarnation: int, orders: Sequence[Order], *vectors: np.ndarray) -> None:
+        """Takes orders of the server that has this replica, and the weights for them."""
+        self._require(incarnation)
         for order in orders:
             self._orders.put((order, vectors))
 
     @on_thread("news")
-    def news(self, timeout_s: float) -> InOnePiece:
-        """Waits for `News`, at most `timeout_s`."""
+    def news(self, timeout_s: float, incarnation: int = 0) -> InOnePiece:
+        """Waits for `News`, at most `timeout_s`.
+
+        Raises:
+            SupersededError: another start of the server has this replica: the news are for that one.
+        """
         until = time.monotonic() + timeout_s
         with self._changed:
             while True:
+                self._require(incarnation)
                 news, now = self._news, time.monotonic()
                 wait_s = until - now
                 if news.tokens:
@@ -241,6 +281,19 @@ class Replica:
                 self._add(batch, number)
             case CancelJob(number):
                 batch.cancel(str(number))
+            case ForgetAll(done):
+                self._forget_all(engine, batch)
+                done.set()
+
+    def _forget_all(self, engine: TorchEngine, batch: SampleBatch) -> None:
+        for key in list(batch.keys):
+            batch.cancel(key)
+        for own in (self._running, self._alone, self._vocabularies, self._load_errors, self._tokens):
+            own.clear()
+        engine.forget_all()
+        with self._changed:
+            self._news = News()
+            self._changed.notify_all()
 
     def _load(self, name: str, load: Callable[[], None]) -> None:
         """Loads a base or a version; the jobs that need it fail with the error, if there is one."""

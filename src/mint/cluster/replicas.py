@@ -19,6 +19,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from mint.cluster.lifetime.adoption import adopt_replicas, replica_name
+from mint.cluster.lifetime.lease import SupersededError
 from mint.cluster.processes import Process, end_process
 from mint.cluster.ray_runtime import HERE, REPLICA, InOnePiece, Place, first_line, start_ray
 from mint.cluster.replica import (
@@ -129,12 +131,14 @@ class Replicas:
         self._lora_limit_bytes = lora_limit_bytes
         self._silence_s = silence_s
         self._paths: dict[str, str] = {}
-        self._versions = Versions(self._store)
+        # Replicas that are taken over may know versions of an earlier start of the server, and may still answer to it.
+        self._versions = Versions(self._store, prefix=f"{place.incarnation}." if place.incarnation else "")
         self._members: dict[int, _Member] = {}
         self._waiting: deque[_Job] = deque()
-        self._numbers = count()
+        self._numbers = count(place.incarnation << 32)
         self._vocabularies: dict[int, tuple[int, Sequence[bytes]]] = {}  # by id; kept, so that ids stay true
         self._failed_starts = 0
+        self._has_adopted = False
         self._losses = 0
         self._ended_counters: Counter[str] = Counter()
         self._listened_at = 0.0
@@ -302,7 +306,7 @@ class Replicas:
         if member.orders:
             orders, vectors = member.orders, member.vectors
             member.orders, member.vectors = [], []
-            member.actor.do.remote(InOnePiece(orders), *vectors)
+            member.actor.do.remote(self._place.incarnation, InOnePiece(orders), *vectors)
 
     # --- news ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +324,9 @@ class Replicas:
             member = asked[reference]
             try:
                 answer = ray.get(reference)
+            except SupersededError as error:
+                self._lose(member, f"is not this server's any more: {first_line(error)}", ends=False)
+                continue
             except RayError as error:
                 self._lose(member, f"has died: {first_line(error)}")
                 continue
@@ -340,7 +347,7 @@ class Replicas:
                 self._lose(member, f"is silent since {now - member.silent_since:.0f} s")
 
     def _ask(self, member: _Member) -> None:
-        member.asked = member.actor.news.remote(HEARTBEAT_S)
+        member.asked = member.actor.news.remote(HEARTBEAT_S, self._place.incarnation)
 
     def _hear(self, member: _Member, news: News) -> None:
         member.counters, member.kv_pages = news.counters, news.kv_pages
@@ -406,16 +413,27 @@ class Replicas:
 
     def _start(self, missing: int) -> None:
         start_ray(self._place)
+        crew = self._place.crew
+        if crew is not None and not self._has_adopted:
+            self._has_adopted = True
+            for actor in adopt_replicas(crew):
+                self._add_member(actor, actor.reset.remote(crew.incarnation))
+                missing -= 1
         groups = {"orders": 1, "news": 1}
         remote = ray.remote(**self._place.options(REPLICA), max_restarts=0, concurrency_groups=groups)(Replica)
         for _ in range(missing):
-            number = next(self._numbers)
-            actor: Any = remote.remote(self._open_engine)
-            state = ReplicaState(self._lora_limit_bytes)
-            self._members[number] = _Member(number, actor, state, actor.open.remote(), time.monotonic())
+            named = {} if crew is None else self._place.named(replica_name(crew))
+            actor: Any = remote.options(**named).remote(self._open_engine, crew)
+            self._add_member(actor, actor.open.remote())
 
-    def _remove_member(self, member: _Member) -> None:
-        end_process(member.actor, member.process)
+    def _add_member(self, actor: Any, asked: Any) -> None:
+        number = next(self._numbers)
+        state = ReplicaState(self._lora_limit_bytes)
+        self._members[number] = _Member(number, actor, state, asked, time.monotonic())
+
+    def _remove_member(self, member: _Member, *, ends: bool = True) -> None:
+        if ends:
+            end_process(member.actor, member.process)
         del self._members[member.number]
         self._ended_counters.update(member.counters)
 
@@ -423,9 +441,9 @@ class Replicas:
         start_ray(self._place)
         return ray.put(vector)
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: _Member, reason: str, *, ends: bool = True) -> None:
         """Ends a replica; its jobs wait for another one, the earliest first."""
-        self._remove_member(member)
+        self._remove_member(member, ends=ends)
         self._losses += 1
         name = "a replica" if member.pid is None else f"the replica of process {member.pid}"
         log.error("%s %s; another one starts, and %d jobs run again", name, reason, len(member.jobs))

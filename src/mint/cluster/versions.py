@@ -37,9 +37,11 @@ class Version:
 class Versions:
     """The versions by the ids under which the service knows them. Any thread may call."""
 
-    def __init__(self, store: Callable[[np.ndarray], Any]) -> None:
-        """`store` puts a vector where all replicas can read it, and returns what stands for it."""
+    def __init__(self, store: Callable[[np.ndarray], Any], *, prefix: str = "") -> None:
+        """`store` puts a vector where all replicas can read it, and returns what stands for it. Names begin with
+        `prefix`, where replicas may know those of another server."""
         self._store = store
+        self._prefix = prefix
         self._lock = threading.Lock()
         self._current: dict[str, Version] = {}
         self._gone: list[str] = []
@@ -51,7 +53,9 @@ class Versions:
     def add(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
         """Stores weights; jobs of `weights_id` use them from now on."""
         layout, vector = packed(weights)
-        version = Version(f"{next(self._numbers)}", base, lora, layout, vector.nbytes, self._store(vector))
+        version = Version(
+            f"{self._prefix}{next(self._numbers)}", base, lora, layout, vector.nbytes, self._store(vector)
+        )
         with self._lock:
             self._remove(weights_id)
             self._current[weights_id] = version

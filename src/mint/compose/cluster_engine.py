@@ -3,19 +3,24 @@ that sample. And that of `--sampler`: model servers sample."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
+import mint
 from mint.config import Settings, prepare_ray
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
+from mint.server.identity import count_start
 
 if TYPE_CHECKING:
     from mint.cluster.engine import ClusterEngine
     from mint.cluster.external.engine import ExternalEngine
+    from mint.cluster.lifetime.lease import Crew
     from mint.engine.protocol import Engine
     from mint.engine.reductions.division import Peers
     from mint.engine.torch_engine import TorchEngine
@@ -33,8 +38,9 @@ class OpenTorchEngine(Protocol):
     def __call__(self, settings: Settings, *, peers: Peers | None = None, cache_sharers: int = 1) -> TorchEngine: ...
 
 
-def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterEngine:
-    """The engine of a cluster.
+def cluster_engine(settings: Settings, open_engine: OpenTorchEngine, *, data_dir: Path | None = None) -> ClusterEngine:
+    """The engine of a cluster. With the data directory of a server, its processes in another's Ray live on for a while
+    when the server dies, and its next start takes them over.
 
     Raises:
         MissingExtraError: the `local` or the `cluster` extra is not installed.
@@ -55,6 +61,7 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
             value=settings.cluster,
             remedy="Leave it out; or set MINT_DEVICE=cpu to train on the CPU",
         )
+    crew = None if data_dir is None or settings.cluster == "local" else _crew(own, data_dir)
     make_record = logging.getLogRecordFactory()
     from mint.cluster.engine import ClusterEngine  # deferred: ray, which takes seconds to import
     from mint.cluster.ray_runtime import Place
@@ -65,11 +72,24 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine) -> ClusterE
         partial(_process_engine, own, open_engine, max(1, settings.samplers) if settings.cluster == "local" else 1),
         settings.trainers,
         samplers=settings.samplers,
-        place=Place(settings.cluster, cpus=settings.threads),
+        place=Place(settings.cluster, cpus=settings.threads, crew=crew),
         deadline_s=settings.collective_timeout_s,
         shards=settings.shard_base,
         tensor_parallel=settings.tensor_parallel,
     )
+
+
+def _crew(settings: Settings, data_dir: Path) -> Crew:
+    """Whose processes these are. Only those with the same settings and the same code are taken over."""
+    from mint.cluster.lifetime.lease import Crew
+
+    identity = count_start(data_dir)
+    kind = hashlib.sha256(settings.model_dump_json(exclude={"home"}).encode())
+    package = Path(mint.__file__).parent
+    for room in ("cluster", "engine"):
+        for file in sorted((package / room).rglob("*.py")):
+            kind.update(file.read_bytes())
+    return Crew(f"mint-{identity.data_id}", identity.number, kind.hexdigest()[:16], settings.lease_s)
 
 
 def _process_engine(settings: Settings, open_engine: OpenTorchEngine, cache_sharers: int, peers: Peers) -> TorchEngine:

@@ -109,17 +109,24 @@ def limits_of(settings: Settings) -> ServerLimits:
     )
 
 
-def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: Engine | None = None) -> Engine:
-    """The given engine, or the one that the settings ask for; `on_lost` as in `guarded`."""
+def watched_engine(
+    settings: Settings,
+    on_lost: Callable[[str], None],
+    engine: Engine | None = None,
+    *,
+    data_dir: Path | None = None,
+) -> Engine:
+    """The given engine, or the one that the settings ask for; `on_lost` as in `guarded`, `data_dir` as in
+    `cluster_engine`."""
     if engine is not None:
         return guarded(engine, on_lost)
-    trainer = _trainer(settings, on_lost)
+    trainer = _trainer(settings, on_lost, data_dir)
     return external_engine(settings, trainer) if settings.sampler.strip(" ,") else trainer
 
 
-def _trainer(settings: Settings, on_lost: Callable[[str], None]) -> Engine:
+def _trainer(settings: Settings, on_lost: Callable[[str], None], data_dir: Path | None) -> Engine:
     if settings.cluster is not None:
-        return cluster_engine(settings, torch_engine)
+        return cluster_engine(settings, torch_engine, data_dir=data_dir)
     if settings.tensor_parallel is not None and settings.tensor_parallel > 1:
         raise InvalidRequestError(
             "processes can compute each layer together in a cluster alone",

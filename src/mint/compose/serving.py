@@ -244,7 +244,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         logging.shutdown()
         os._exit(DEVICE_LOST_STATUS)
 
-    own = watched_engine(base, end_process, engine)
+    own = watched_engine(base, end_process, engine, data_dir=settings.folder)
     service = Service(
         metrics.metered(own),
         settings.folder,

@@ -211,6 +211,13 @@ class TorchEngine:
         """Whether the model is in memory."""
         return model_id in self._models
 
+    def forget_all(self) -> None:
+        """Forgets all models and published weights; the bases stay."""
+        for model_id in list(self._models):
+            self.drop_model(model_id)
+        for weights_id in list(self._published):
+            self.drop_weights(weights_id)
+
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
         model = self._model(model_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,16 +14,24 @@ from mint.errors import InvalidRequestError
 from mint.models.tensor_files import write_file
 
 IDENTITY_FILE = "identity.json"
+STARTS = 1 << 20
+"""More than the starts of one server."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """A data directory. Each time that a mirror brings it back begins another `incarnation`, with the state of
-    `restored_from`, in seconds since the epoch."""
+    `restored_from`, in seconds since the epoch. `starts` counts those of its server on a cluster that outlives it."""
 
     data_id: str
     incarnation: int = 1
     restored_from: float | None = None
+    starts: int = 0
+
+    @property
+    def number(self) -> int:
+        """A number that grows with each incarnation and each start."""
+        return self.incarnation * STARTS + self.starts
 
     @property
     def loss(self) -> str:
@@ -66,6 +74,18 @@ def made_identity(data_dir: Path) -> Identity:
     if identity is None:
         identity = Identity(uuid.uuid4().hex)
         identity.write(data_dir)
+    return identity
+
+
+def count_start(data_dir: Path) -> Identity:
+    """The identity of a data directory at a new start of its server.
+
+    Raises:
+        InvalidRequestError: as `identity_of`.
+    """
+    identity = made_identity(data_dir)
+    identity = replace(identity, starts=identity.starts + 1)
+    identity.write(data_dir)
     return identity
 
 
