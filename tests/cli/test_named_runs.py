@@ -95,6 +95,57 @@ def test_a_resume_of_no_run_is_refused(
     assert not Path("nosuch").exists()
 
 
+def test_a_resume_without_a_task_goes_on_with_the_task_and_settings_of_the_run(
+    first: dict[str, Any], home: Path
+) -> None:
+    folder = home / "runs" / "first"
+    answer = mint("train", "rl", "--run-dir", "first", "--resume", "--json")
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout.splitlines()[-1])["state_digest"] == first["state_digest"]
+    assert f"task=math, with the settings in {folder / 'config.json'}" in answer.stderr
+
+
+def test_a_resume_of_supervised_fine_tuning_reads_its_data_and_settings_from_the_folder(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{number} + 1 = ", "answer": str(number + 1)}) for number in range(8)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    words = (f"task=file:{tmp_path}/sums.jsonl", "base_model=mint/tiny", "batch_size=4", "epochs=1")
+    begun = mint("train", "sft", *words, "--run-dir", str(tmp_path / "run"), "--json")
+    assert begun.exit_code == 0, begun.output
+    again = mint("train", "sft", "--run-dir", str(tmp_path / "run"), "--resume", "--json")
+    assert again.exit_code == 0, again.output
+    first, second = (json.loads(one.stdout.splitlines()[-1]) for one in (begun, again))
+    assert first["checkpoint"] == second["checkpoint"]
+
+
+@pytest.mark.parametrize("words", [["steps=4"], ["task=math"]])
+def test_a_resume_with_other_settings_names_the_command_that_has_those_of_the_run(
+    first: dict[str, Any], home: Path, words: list[str]
+) -> None:
+    refused = mint("train", "rl", *words, "--run-dir", "first", "--resume")
+    assert refused.exit_code == 1 and "belongs to a run with another value of" in refused.stderr, refused.output
+    assert (
+        f"`mint train rl --run-dir {home / 'runs' / 'first'} --resume` resumes with those of the run" in refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "value", "remedy"),
+    [
+        ("sft", {}, "is a run of rl", "Write mint train rl --run-dir"),
+        ("rl", {"task_spec": None}, "started from Python", "add its task and its settings"),
+        ("rl", {"advantage": "function own.mean"}, "advantage = function own.mean", "with resume=True"),
+        ("rl", {"task_spec": {"task": "code", "seed": 0, "options": {"unsafe_sandbox": True}}}, "is how", "--unsafe-"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_by_its_folder_alone_says_why(
+    first: dict[str, Any], home: Path, tmp_path: Path, recipe: str, changes: dict[str, Any], value: str, remedy: str
+) -> None:
+    config = json.loads((home / "runs" / "first" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    refused = mint("train", recipe, "--run-dir", str(tmp_path), "--resume")
+    assert refused.exit_code == 1 and value in refused.stderr and remedy in refused.stderr, refused.output
+
+
 def test_a_resume_in_a_folder_without_a_run_starts_one(tmp_path: Path) -> None:
     assert train("--run-dir", str(tmp_path), "--resume")["steps"] == 1
 

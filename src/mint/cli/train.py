@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from mint.cli.recipes.named_checkpoints import find_named_checkpoints
 from mint.cli.recipes.setting_completion import DATA_WORDS
 from mint.cli.run_names import complete_run, find_resumed
 from mint.cli.terminal import Json, fail, say
-from mint.errors import MintError, RequestFailedError
+from mint.errors import InvalidRequestError, MintError, RequestFailedError
 from mint.runs.interrupt import RunInterrupted
 
 INTERRUPTED = 130
@@ -53,7 +54,10 @@ RunDir = Annotated[
         help="the run folder; a new one if not given. With --resume: any name of a run", autocompletion=complete_run
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir, which must exist")]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="continue the run in --run-dir, which must exist, with its task and settings"),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="download a base model that is not here, unasked")]
 
 
@@ -181,6 +185,8 @@ def train(
         arguments = parse_assignments(assignments or [])
         named = arguments.pop("run_dir", None) if run_dir is None else run_dir
         folder = _run_folder(None if named is None else Path(str(named)), resume=resume)
+        if resume:
+            arguments = _with_recorded(arguments, recipe.value, folder, unsafe_sandbox=unsafe_sandbox)
         arguments = find_named_checkpoints(arguments, folder if resume else None)
         if unsafe_sandbox:
             arguments["unsafe_sandbox"] = True
@@ -188,6 +194,8 @@ def train(
             recipe.value, arguments, run_dir=folder, resume=resume, console=Console(stderr=True), yes=yes
         )
     except MintError as error:
+        if resume and error.field == "run_dir" and folder is not None:
+            _name_resume(error, recipe.value, folder)
         fail(error, as_json=as_json)
     except RunInterrupted as interrupt:
         _end(interrupt)
@@ -205,6 +213,39 @@ def _run_folder(named: Path | None, *, resume: bool) -> Path | None:
     if folder != named:
         say(f"--run-dir {named} is {folder}")
     return folder
+
+
+def _with_recorded(
+    arguments: Mapping[str, Any], recipe: str, folder: Path | None, *, unsafe_sandbox: bool
+) -> dict[str, Any]:
+    """The arguments of a resume. If they name no task or data, those with which the run began, and what is given anew.
+
+    Raises:
+        InvalidRequestError: the run folder does not have them all, or the run had no sandbox and nobody says so again.
+    """
+    from mint.cli.recipes.recorded_arguments import read_recorded_arguments  # deferred: loads numpy
+    from mint.runs.log import is_run
+
+    if folder is None or not is_run(folder) or not arguments.keys().isdisjoint(DATA_WORDS[recipe]):
+        return dict(arguments)
+    recorded = read_recorded_arguments(folder, recipe)
+    if recorded.get("unsafe_sandbox") and not unsafe_sandbox:  # a folder may come from anybody
+        remedy = "Add --unsafe-sandbox to run model-written code without any isolation again"
+        raise InvalidRequestError("is how the run began", field="unsafe_sandbox", value=True, remedy=remedy)
+    words = " ".join(f"{name}={recorded[name]}" for name in DATA_WORDS[recipe] if name in recorded)
+    say(f"{words}, with the settings in {folder / 'config.json'}")
+    return {**recorded, **arguments}
+
+
+def _name_resume(error: MintError, recipe: str, folder: Path) -> None:
+    """Adds to the refusal of other settings the command that resumes with those of the run, if there is one."""
+    from mint.cli.recipes.recorded_arguments import read_recorded_arguments, resume_line  # deferred: loads numpy
+    from mint.runs.log import OTHER_SETTINGS
+
+    if error.message.startswith(OTHER_SETTINGS):
+        with suppress(MintError):  # a run of a program of its own is resumed by that
+            read_recorded_arguments(folder, recipe)
+            error.remedy = f"`{resume_line(recipe, folder)}` resumes with those of the run. {error.remedy}"
 
 
 def _require_graded(run_dir: Path) -> None:

@@ -63,6 +63,9 @@ DATA_SOURCE = "data_source"
 """In the config.json of a supervised run: the `recipe` of `mint train` and the `arguments` that make its data. A digest
 of the data decides whether two runs have the same."""
 
+OTHER_SETTINGS = "belongs to a run with another value of"
+"""How the refusal of a resume with changed settings begins."""
+
 NOT_COMPARED = frozenset({DATA_SOURCE, "print_samples"})
 """What may differ between a run and the process that resumes it."""
 
@@ -159,7 +162,7 @@ class RunLog:
         if changed:
             told = "; of ".join(f"`{key}`: {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(
-                f"belongs to a run with another value of {told}",
+                f"{OTHER_SETTINGS} {told}",
                 field="run_dir",
                 value=str(self.folder),
                 remedy="Resume with the settings in its config.json, or start a new run_dir; init_from goes on from "
