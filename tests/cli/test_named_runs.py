@@ -164,6 +164,17 @@ def test_a_name_that_no_run_has_is_told_with_its_setting(first: dict[str, Any], 
     assert refused.exit_code == 1 and said in " ".join(refused.stderr.split()), refused.output
 
 
+def test_a_misspelt_latest_is_told(first: dict[str, Any]) -> None:
+    refused = mint("runs", "show", "latst")
+    assert refused.exit_code == 1 and "Did you mean latest?" in refused.stderr, refused.output
+
+
+def test_a_bisection_that_is_refused_says_which_run_latest_is(first: dict[str, Any], home: Path) -> None:
+    (home / "runs" / "first" / "metrics.jsonl").touch()  # the newest
+    refused = mint("bisect", "latest")
+    assert refused.exit_code == 1 and "run = latest (first): has fewer than two checkpoints" in refused.stderr
+
+
 def test_the_command_that_goes_on_names_the_folder_and_not_the_latest_run(tmp_path: Path) -> None:
     words = ["train", "rl", "task=math"]
     for given in (["--run-dir", "latest", "--resume"], ["--run-dir=latest"], ["run_dir=latest"]):

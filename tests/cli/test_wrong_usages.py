@@ -121,6 +121,7 @@ USAGES = [
     ("train dpo data=/nope.jsonl", "data = /nope.jsonl", "Give a .jsonl file"),
     ("train distill task=math", "teacher = (missing)", "teacher=…"),
     ("demo maths", "'maths'", "'math', 'chat'"),
+    ("demo mahts", "'mahts'", "Did you mean math?"),
     ("demo math --steps=-3", "'-3'", "at least 0"),
     ("demo math --seed x", "'x'", "a whole number"),
     ("demo math --trackers wandbb", "wandbb", "'wandb'"),
@@ -130,7 +131,10 @@ USAGES = [
     ("serve --data-dir /proc/x", "--data-dir = /proc/x", "choose another one"),
     ("serve --config /nope.toml", "--config = /nope.toml", "Give a TOML file"),
     ("recover --data-dir /nope", "--data-dir = /nope", "Give the directory"),
-    ("export latest", "--output", "--help"),
+    ("export latest", "--output", "Write for example mint export latest --output"),
+    ("export nope --format pef --output out", "'pef'", "Did you mean peft?"),
+    ("eval latest", "'task'", "Write for example mint eval latest math"),
+    ("diagnose latest latest", "(latest)", "Write for example mint diagnose latest"),
     ("export nope --output out", "nope", "`mint runs list`"),
     ("export mint://nope/weights/x --output out", "data_dir = ", "Set MINT_HOME"),
     ("export latest --format foo --output out", "'foo'", "'peft', 'hf', 'gguf-ready'"),
@@ -145,13 +149,14 @@ USAGES = [
     ("eval mint/tiny math --seeds 0", "'0'", "at least 1"),
     ("diagnose nope", "run = nope", "`mint runs list`"),
     ("bisect /nope", "run = /nope", "`mint runs list`"),
+    ("bisect nope --metric heldot", "metric = heldot", "heldout, heldout_sampled, success"),
     ("doctor cod", "task = cod", "Did you mean code?"),
     ("plan", "--pass-rate and --model", "Give --pass-rate"),
     ("plan --pass-rate 2", "'2'", "at most 1"),
     ("bench --dtype int3", "'int3'", "'float32', 'bfloat16'"),
     ("chaos --kills=-1", "'-1'", "at least 0"),
     ("chaos --faults nope", "--faults = nope", "disk-full"),
-    ("keys create", "--owner", "--help"),
+    ("keys create", "--owner", "Write for example mint keys create --owner"),
     ("keys revoke nope --data-dir /nope", "--data-dir = /nope", "mint serve"),
     ("models pull", "'name'", "--help"),
     ("runs show nope", "run = nope", "`mint runs list`"),
@@ -278,6 +283,26 @@ def test_a_misspelt_bundled_model_has_one_remedy(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("MINT_BASE_URL", raising=False)
     answer = CliRunner().invoke(app, ["train", "rl", "task=math", "base_model=mint/tny"])
     assert answer.exit_code == 1 and answer.stderr.rstrip().endswith("Did you mean mint/tiny?"), answer.stderr
+
+
+@pytest.mark.parametrize("line", ["train rl task=math --resume", "train sft task=math --resume"])
+def test_a_resume_without_a_folder_is_refused_before_anything_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path))
+    answer = CliRunner().invoke(app, [*shlex.split(line), "base_model=mint/tiny"])
+    assert answer.exit_code == 1 and answer.stderr.startswith("InvalidRequestError: resume = True"), answer.stderr
+
+
+@pytest.mark.parametrize("words", ["nope math", "mint/tiny math --against mint/tinny", "mint/tiny maths"])
+def test_an_evaluation_of_a_wrong_name_is_refused_before_the_service_is_opened(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MINT_BASE_URL", raising=False)
+    answer = CliRunner().invoke(app, ["eval", *words.split()])
+    assert answer.exit_code == 1
+    assert not (tmp_path / "home").exists(), "the service makes its folder when it is opened"
 
 
 def test_help_lists_the_second_spelling_of_a_setting() -> None:

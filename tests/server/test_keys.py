@@ -151,6 +151,7 @@ def test_the_command_line_sets_shows_and_resets_the_logprobs_mode_of_a_key(tmp_p
     assert json.loads(mint("keys", "update", made["key_id"], "--reset", *place))["logprobs_mode"] is None
     error = refused("keys", "update", made["key_id"], "--data-dir", str(tmp_path), "--logprobs-mode", "cooked")
     assert "--logprobs-mode" in error["error"] and "cooked" in error["error"]
+    assert "nope" in refused("keys", "update", "nope", "--data-dir", str(tmp_path))["error"]
 
 
 def test_the_command_line_shows_and_changes_quotas_beside_a_running_server(tmp_path: Path) -> None:

@@ -73,12 +73,14 @@ def evaluate(
             require_writable_picture(plot)
         checkpoints = [_checkpoint_or_base_model(name) for name in (checkpoint, *(against or []))]
         with ExitStack() as opened:
-            service = opened.enter_context(ServiceClient())
             words = parse_assignments(assignments or [])
             if heldout_samples is not None:
                 words["heldout_samples"] = heldout_samples
             choices = {name: opened.enter_context(open_task(name, words)) for name in tasks}
             choice = choices[task]
+            service = opened.enter_context(
+                ServiceClient()
+            )  # after all names are known to be right: it loads the engine
             if len(checkpoints) == len(tasks) == 1 and plot is None:
                 estimates = evaluate_checkpoint(checkpoints[0], choice.adapter, config=choice.config, service=service)
                 print_estimates(people, f"{checkpoints[0]} on {task}", estimates)
@@ -112,10 +114,21 @@ def evaluate(
 
 
 def _checkpoint_or_base_model(name: str) -> str:
+    """A checkpoint, or the name of a base model; one of this machine is looked up before the engine is loaded.
+
+    Raises:
+        UnknownBaseModelError: it is neither.
+    """
+    from mint.config import read_settings  # deferred: `mint --help` answers at once
+    from mint.models.registry import resolve
+
     try:
         if "://" not in name:
             find_run(name)
-    except NotFoundError:  # then it can only be a base model; the service lists those it knows
+    except NotFoundError:  # then it can only be a base model; a server lists those it knows
+        settings = read_settings()
+        if settings.base_url is None:
+            resolve(name, settings.model_aliases)
         return name
     return find_checkpoint(name)
 
@@ -173,11 +186,12 @@ def bisect(
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task_of_run
     from mint.rl.analysis.report import print_regression
-    from mint.rl.analysis.run_analysis import bisect_run
+    from mint.rl.analysis.run_analysis import bisect_run, require_bisect_metric
     from mint.rl.heldout_evaluation import evaluate_checkpoint
 
     folder = None
     try:
+        require_bisect_metric(metric)
         folder = find_run(run)
         with open_task_of_run(folder, task) as choice, ServiceClient() as service:
             regression = bisect_run(
@@ -186,8 +200,9 @@ def bisect(
                 lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )
     except MintError as error:
-        if isinstance(error, InvalidRequestError) and error.value == str(folder):
-            error.value = run  # what was typed
+        if isinstance(error, InvalidRequestError) and folder is not None and error.value == str(folder):
+            # What was typed; `latest` and a number say nothing about which run it is.
+            error.value = run if folder.name in run else f"{run} ({folder.name})"
         fail(error, as_json=as_json)
     print_regression(Console(stderr=as_json), metric, regression)
     if as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,28 @@ LOCAL_COMMANDS = frozenset({"bench", "chaos", "demo", "export", "keys", "plan", 
 """Commands that need more of `mint[local]` than numpy, which `mint[rl]` has."""
 
 
+EXAMPLES = {
+    "bisect": "mint bisect latest",
+    "checkpoints delete": "mint checkpoints delete mint://MODEL_ID/weights/NAME",
+    "checkpoints show": "mint checkpoints show latest",
+    "diagnose": "mint diagnose latest",
+    "eval": "mint eval latest math",
+    "export": "mint export latest --output folder",
+    "keys create": "mint keys create --owner alice",
+    "models pull": "mint models pull HuggingFaceTB/SmolLM2-135M-Instruct",
+    "plot": "mint plot latest --output curve.png",
+    "rollouts": "mint rollouts latest",
+    "runs show": "mint runs show latest",
+    "runs stop": "mint runs stop latest",
+    "train": "mint train rl task=math base_model=mint/tiny",
+    "worker": "mint worker --join http://HOST:8500",
+}
+"""A whole command for whoever left out an argument, or gave one too many."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""What the parser of the command line raises; typer has no public name for it."""
+
+
 class _Commands(TyperGroup):
     """The commands; a package that is not installed is one sentence that says what to install."""
 
@@ -35,8 +59,10 @@ class _Commands(TyperGroup):
             if error.name is None or error.name.partition(".")[0] == "mint":
                 raise
             fail(_missing(error.name, ctx.invoked_subcommand))
-        except typer.BadParameter as error:
-            _name_value(error)
+        except UsageError as error:
+            if isinstance(error, typer.BadParameter):
+                _name_value(error)
+            _add_remedy(error)
             raise
 
 
@@ -58,6 +84,19 @@ def _name_value(error: typer.BadParameter) -> None:
         first = error.__cause__.errors()[0]
         value = "" if first["type"] == "value_error" else f"{first['input']!r} "  # its own message has the value
         error.message = f"{value}{wording(first)}"
+
+
+def _add_remedy(error: Any) -> None:
+    """Adds an example where an argument is missing or one too many, and the close name to a value that is no choice."""
+    is_missing = isinstance(error, typer.BadParameter) and not error.message
+    command = error.ctx.command_path.partition(" ")[2] if error.ctx is not None else ""
+    no_choice = re.match(r"'(.*)' is not one of (.*)", error.message)
+    if (is_missing or "unexpected extra argument" in error.message) and command in EXAMPLES:
+        before = f"{error.message}. " if error.message else ""
+        error.message = f"{before}Write for example {EXAMPLES[command]}"
+    elif no_choice:
+        close = get_close_matches(no_choice[1], re.findall(r"'([^']*)'", no_choice[2]), n=1)
+        error.message += f" Did you mean {close[0]}?" if close else ""
 
 
 app = typer.Typer(

@@ -59,7 +59,7 @@ def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) 
         raise InvalidRequestError(
             "is the beginning of several runs", field="run", value=name, remedy=f"Name one: {names}"
         )
-    close = get_close_matches(name, folders, n=1)
+    close = get_close_matches(name, [*folders, LATEST] if folders else [], n=1)
     below = _data_folder(data_dir) / "runs"
     remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
     raise NotFoundError("is not a run", field="run", value=name or "(empty)", remedy=remedy)

@@ -247,12 +247,12 @@ def update(
     )
     with _opened_keys(data_dir, as_json) as keys:
         mode = _logprobs_mode(logprobs_mode)
+        row = keys.row(key_id)
         if given == Quotas() and mode is None and not reset:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in [*asdict(given), "logprobs_mode"])
             raise InvalidRequestError(
                 "are not given", field="quotas", value="(none)", remedy=f"Give {names}, or --reset"
             )
-        row = keys.row(key_id)
         kept = mode if reset else mode or row.logprobs_mode
         row = keys.update(key_id, given if reset else given.with_defaults(row.quotas), kept)
     own = {**asdict(row.quotas), "logprobs_mode": row.logprobs_mode}

@@ -181,6 +181,7 @@ def train(
     """
     from mint.cli.recipes.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
 
+    folder = None
     try:
         arguments = parse_assignments(assignments or [])
         named = arguments.pop("run_dir", None) if run_dir is None else run_dir

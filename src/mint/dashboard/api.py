@@ -22,7 +22,7 @@ from mint.dashboard.finding_evidence import EVIDENCE, NO_EVIDENCE, evidence_of
 from mint.dashboard.run_list import MAX_PAGE_RUNS, PAGE_RUNS, RunQuery, parse_sort
 from mint.dashboard.state import DashboardState
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
-from mint.rl.analysis.run_analysis import BISECT_METRICS
+from mint.rl.analysis.run_analysis import BISECT_METRICS, require_bisect_metric
 from mint.runs.interrupt import request_stop
 from mint.runs.labels import changed_labels, read_labels, write_labels
 from mint.runs.metric_columns import unknown_metric
@@ -405,11 +405,7 @@ def parse_metric(body: bytes) -> str:
     """
     given = _parse_json(body)
     metric = given.get("metric", BISECT_METRICS[0]) if isinstance(given, dict) else None
-    if metric not in BISECT_METRICS:
-        raise InvalidRequestError(
-            "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(BISECT_METRICS)}"
-        )
-    return metric
+    return require_bisect_metric(metric)
 
 
 def _parse_json(body: bytes) -> object:

@@ -80,21 +80,11 @@ def open_run(
             no folder is made.
         RunInterrupted: the user has pressed Ctrl-C.
     """
-    if resume and config.run_dir is None:
-        raise InvalidRequestError(
-            "needs the folder of the run",
-            field="resume",
-            value=True,
-            remedy="Name it as run_dir (on the command line --run-dir FOLDER, or --run-dir latest), or leave "
-            "out resume",
-        )
-    if resume and config.run_dir is not None and not is_run(config.run_dir):
-        _refuse_other_folder(config.run_dir)
+    require_startable(config, resume=resume)
     with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
         trainer = None
         if config.run_dir is None or not is_run(config.run_dir):
             # Before the folder is made: the service may refuse the base model.
-            require_installed(config.trackers)
             trainer = make_trainer(service, config, None)
         run_log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
@@ -127,6 +117,27 @@ def open_run(
             if run.stopped_by is not None:
                 end.outcome = "stopped"
                 end.error = run.stopped_by
+
+
+def require_startable(config: RunConfig, *, resume: bool) -> None:
+    """Refuses what cannot start, before anything is printed, opened or made.
+
+    Raises:
+        InvalidRequestError: `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in
+            MINT_HOME.
+        MissingExtraError: the package of a tracker is not installed.
+    """
+    if resume and config.run_dir is None:
+        raise InvalidRequestError(
+            "needs the folder of the run",
+            field="resume",
+            value=True,
+            remedy="Name it as run_dir (on the command line --run-dir FOLDER, or --run-dir latest), or leave "
+            "out resume",
+        )
+    if resume and config.run_dir is not None and not is_run(config.run_dir):
+        _refuse_other_folder(config.run_dir)
+    require_installed(config.trackers)
 
 
 def _replaced_by_checkpoint(config: RunConfig, base_model: str, rank: int) -> list[str]:

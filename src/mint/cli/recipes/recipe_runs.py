@@ -31,6 +31,7 @@ from mint.recipes.task_registry import load_task, open_task
 from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
 from mint.rl.analysis.report import print_run
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
+from mint.rl.run_frame import require_startable
 from mint.rl.tracking.plot import plot_run
 from mint.runs.log import RunLog
 
@@ -95,6 +96,7 @@ def train_rl(arguments: dict[str, Any], *, resume: bool, console: Console, yes: 
 
 def run_with_progress(adapter: Task, config: RLConfig, *, resume: bool, console: Console, title: str) -> RunResult:
     """`run_grpo` with live progress on `console`, and the curve as `curve.png` in the run folder."""
+    require_startable(config, resume=resume)
     with LiveProgress(config.steps, console=console, title=title) as progress:
         result = run_grpo(adapter, config, resume=resume, on_progress=progress)
     log = RunLog(result.run_dir)
@@ -142,6 +144,7 @@ def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
     """Supervised fine-tuning on a task's demonstrations."""
     config, options = split_arguments(SFTConfig, arguments)
     source = {"recipe": "sft", "arguments": dict(options)}
+    require_startable(config, resume=resume)
     require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("sft", options, config) as adapter, mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -180,6 +183,7 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
     style = arguments.pop("prompt_style", "chat")
     source = {"recipe": "dpo", "arguments": {"data": str(path.resolve()), "prompt_style": style}}
     config = DPOConfig.from_texts(arguments)
+    require_startable(config, resume=resume)
     require_base_model(config.base_model, console, yes=yes)
     rows = read_pairs(path)
     with mint.ServiceClient() as service:
@@ -210,6 +214,7 @@ def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console, 
     teacher = str(take(arguments, "teacher", "Add teacher=…: `mint train distill` needs it"))
     config, options = split_arguments(DistillConfig, arguments)
     source = {"recipe": "distill", "arguments": {"teacher": teacher, **options}}
+    require_startable(config, resume=resume)
     require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
         sampler = teacher_sampler(service, teacher)

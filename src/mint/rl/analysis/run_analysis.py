@@ -84,6 +84,7 @@ def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regre
     Raises:
         InvalidRequestError: unknown metric, fewer than two checkpoints, or a damaged file.
     """
+    require_bisect_metric(metric)
     reader = RunReader(folder)
     checkpoints = {row["step"]: row["checkpoint"] for row in reader.checkpoints()}
     if len(checkpoints) < 2:
@@ -134,6 +135,20 @@ def select_metric(estimates: Mapping[float, Estimate], metric: str) -> Estimate:
         greedy = estimates[GREEDY]
         low, high = wilson(greedy.success * greedy.n, greedy.n)
         return replace(greedy, mean=greedy.success, low=low, high=high)
-    raise InvalidRequestError(
-        "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(BISECT_METRICS)}"
-    )
+    raise _unknown(metric)
+
+
+def require_bisect_metric(metric: object) -> str:
+    """The metric, if it is one of `BISECT_METRICS`.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if not isinstance(metric, str) or metric not in BISECT_METRICS:
+        raise _unknown(metric)
+    return metric
+
+
+def _unknown(metric: object) -> InvalidRequestError:
+    remedy = f"Choose one of {', '.join(BISECT_METRICS)}"
+    return InvalidRequestError("is not a metric", field="metric", value=metric, remedy=remedy)
