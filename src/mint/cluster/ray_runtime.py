@@ -25,6 +25,9 @@ RANK, REPLICA, MAX_PROCESSES = "mint_rank", "mint_replica", 64
 OBJECT_STORE_BYTES = 256 << 20
 """The memory that Ray may use for what processes send each other; what does not fit is written to the disk."""
 
+START_ATTEMPTS = 3
+"""How often Ray is started before what needs it fails."""
+
 SMALL_BYTES = 1 << 16
 """Smaller arrays are sent in one piece with what they are in."""
 
@@ -144,13 +147,16 @@ def _start(place: Place) -> None:
     folder = tempfile.mkdtemp(prefix="mint-ray-") if place.is_local else None  # private, and short: sockets are in it
     atexit.register(_leave_ray, folder)
 
+    def begin() -> None:
+        if folder is None:
+            namespace = None if place.crew is None else place.crew.name
+            ray.init(address=place.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _start_here(folder)
+
     def start() -> None:
         try:
-            if folder is None:
-                namespace = None if place.crew is None else place.crew.name
-                ray.init(address=place.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-            else:
-                _start_here(folder)
+            _repeat(begin)
         except Exception as error:  # the boundary: Ray raises plain ones
             log.exception("Ray could not start")
             failure.append(error)
@@ -166,6 +172,17 @@ def _start(place: Place) -> None:
     if failure:
         where = "Ray could not start" if place.is_local else f"no Ray answers at {place.address}"
         raise RayStartError(f"{where}: {first_line(failure[0])}") from failure[0]
+
+
+def _repeat(begin: Callable[[], None]) -> None:
+    """Starts Ray, and tries again: it gives up after 30 seconds, which on a busy machine are too few."""
+    for _ in range(START_ATTEMPTS - 1):
+        try:
+            return begin()
+        except Exception:  # the boundary: Ray raises plain ones
+            log.exception("Ray could not start, and is tried again")
+            ray.shutdown()
+    return begin()
 
 
 def _start_here(folder: str) -> None:
