@@ -188,8 +188,10 @@ def _cached_folder(target: str) -> Path | None:
     except ImportError:
         return None
     try:
-        wanted = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_COPIES)}
-        return Path(snapshot_download(target, local_files_only=True, **wanted))
+        found = snapshot_download(
+            target, local_files_only=True, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_COPIES)
+        )
+        return Path(found)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
 

@@ -62,7 +62,7 @@ def load_weights(
             f"keeps experts that are stored in MXFP4, and this {config.family.name} model has none",
             field="MINT_QUANTIZE",
             value=quantization,
-            remedy="Use nf4, which takes as little memory",
+            remedy="Use nf4, which quantizes any base to 4.5 bits",
         )
     loader = _Loader(config, tensors, operations, quantization)
     layers = []
