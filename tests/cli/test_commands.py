@@ -175,6 +175,7 @@ def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts:
         (("train", "rl", "task=math", "steps=abc"), "RLConfig.steps"),
         (("train", "rl", "task=math", "setps=3"), "did you mean steps"),
         (("train", "rl", "steps"), "key=value"),
+        (("train", "rl", "task=math", "chain_sum.max_terms=2"), "chain_sum.max_terms"),
         (("train", "rl", "task.py:Mine"), "Write for example task=task.py:Mine"),
         (("train", "rl", "task=math", "learnig_rate=1"), "did you mean learning_rate"),
         (("train", "sft", "task=tools"), "several turns"),

@@ -278,3 +278,17 @@ def test_a_variable_of_a_script_is_not_taken_for_a_misspelt_one(monkeypatch: pyt
     assert read_settings().base_url == "http://127.0.0.1:1"
     assert "MINT_RESUME_PATH" in unknown_variables()
     assert not {"MINT_BASE_URL", "MINT_SERVE_LOG_LEVEL"} & {*unknown_variables()}
+
+
+def test_all_fields_that_are_wrong_are_named_at_once() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        RLConfig().changed(stpes=2, learning_rate="fast", advantage="reinforc++")
+    message = str(refused.value)
+    assert all(name in message for name in ("stpes", "learning_rate", "advantage"))
+
+
+def test_a_value_of_none_of_several_kinds_is_refused_by_its_own_name() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        RLConfig(chat_options={"tools": []})
+    assert refused.value.field == "RLConfig.chat_options.tools"
+    assert refused.value.remedy == "Give a dict whose values are True or False or an integer or a number or a text"

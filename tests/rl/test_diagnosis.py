@@ -164,6 +164,8 @@ def test_one_and_the_same_reward_for_different_texts_is_a_grader_that_does_not_d
     rows = [row(step, group, f"text {place}", 0.5) for step in (1, 2, 3) for group in range(16) for place in range(8)]
     record = run(steps=4, change=lambda step, numbers: {**constant, **silent}, rollouts=rows)
     assert errors(record) == ["constant_reward"]
+    (found,) = [one for one in diagnose(record) if one.code == "constant_reward"]
+    assert "0 all right, 48 alike with partial credit" in found.evidence
 
 
 def test_a_fallen_reward_is_a_collapse_that_names_the_good_step() -> None:

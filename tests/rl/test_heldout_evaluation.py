@@ -33,10 +33,19 @@ def test_no_samples_say_nothing() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
 
 
-def test_fractional_rewards_get_the_normal_interval() -> None:
-    rewards = np.random.default_rng(0).uniform(size=200)
-    half = stats.norm.ppf(0.975) * stats.sem(rewards)
-    assert interval(rewards.tolist()) == pytest.approx((rewards.mean(), rewards.mean() - half, rewards.mean() + half))
+@pytest.mark.parametrize(("n", "tolerance"), [(4, 0.05), (8, 0.01), (30, 1e-3), (200, 1e-4)])
+def test_fractional_rewards_get_student_s_interval(n: int, tolerance: float) -> None:
+    rewards = np.random.default_rng(0).uniform(size=n)
+    half = stats.t.ppf(0.975, n - 1) * stats.sem(rewards)
+    mean, low, high = interval(rewards.tolist())
+    assert mean == pytest.approx(rewards.mean())
+    assert (high - mean, mean - low) == pytest.approx((half, half), rel=tolerance)
+
+
+def test_an_interval_stays_within_the_bounds_of_the_rewards() -> None:
+    mean, low, high = interval([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0], bounds=(0.0, 1.5))
+    assert (mean, low) == (0.25, 0.0)
+    assert mean < high < 1.5
 
 
 def test_the_interval_of_rates_ends_at_0_and_at_1() -> None:
@@ -119,7 +128,7 @@ def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pas
     assert reading.mean == pytest.approx((1 + 0 + 0.25) / 3)
     assert reading.high == 1.0 and reading.low == 0.0, "three items are too few, and a rate is from 0 to 1"
     more = estimate(Sums(), groups * 4, completions=4, temperature=1.0)
-    assert more.high - more.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25] * 4))
+    assert more.high - more.mean == pytest.approx(stats.t.ppf(0.975, 11) * stats.sem([1, 0, 0.25] * 4), rel=0.01)
     assert reading.pass_at == pytest.approx({"1": 5 / 12, "2": (1 + 0 + 0.5) / 3, "4": 2 / 3})
 
 

@@ -222,3 +222,18 @@ def test_each_task_has_its_own_reward_success_and_heldout_estimate() -> None:
     (after,) = [result.heldout_after[temperature] for temperature in (1.0,)]
     assert {name: numbers["n"] for name, numbers in after.categories.items()} == {"ones": 3.0, "twos": 3.0}
     assert np.mean([numbers["mean"] for numbers in after.categories.values()]) == pytest.approx(after.mean)
+
+
+def test_items_that_a_small_weight_leaves_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    task = mixture({"many": Digits("7", 1000), "few": Digits("3", 400)}, weights={"many": 10_000})
+    items = task.build_dataset()
+    left = 400 - sum(item.task == "few" for item in items)
+    assert left > 0
+    assert f"leaves out {left} of the 400 items of few" in caplog.text
+
+
+def test_a_mixture_refuses_tasks_without_names_and_classes() -> None:
+    with pytest.raises(InvalidRequestError, match=r"mixture\.tasks = list: gives the tasks no names.*Give a dict"):
+        mixture([Digits("3", 3)])  # ty: ignore[invalid-argument-type]
+    with pytest.raises(InvalidRequestError, match=r"adapter = Digits: is a class.*Make one: Digits\(\)"):
+        mixture({"digits": Digits})  # ty: ignore[invalid-argument-type]

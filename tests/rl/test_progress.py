@@ -85,7 +85,7 @@ def test_a_step_without_a_signal_says_why_no_update_was_made() -> None:
     with LiveProgress(1, console=console) as progress:
         progress("step", step(1, 1.0, datums=0.0, **{"groups/used": 0.0, "groups/all_good": 4.0}))
     assert isinstance(console.file, io.StringIO)
-    assert "no step taken: every group had equal rewards (4 all good, 0 all bad)" in console.file.getvalue()
+    assert "no step taken: every group had equal rewards (4 all successes, 0 without one)" in console.file.getvalue()
 
 
 def test_a_step_whose_groups_were_left_out_does_not_say_that_rewards_were_equal() -> None:

@@ -139,9 +139,16 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
     """The adapter as a task; an object that only has the methods of an `RLAdapter` is wrapped.
 
     Raises:
-        InvalidRequestError: a method is missing, or has its old name `sample_key`; `reward_range` or
+        InvalidRequestError: it is a class; a method is missing, or has its old name `sample_key`; `reward_range` or
             `success_reward` is not what it must be.
     """
+    if isinstance(adapter, type):
+        raise InvalidRequestError(
+            "is a class where an object belongs",
+            field="adapter",
+            value=adapter.__name__,
+            remedy=f"Make one: {adapter.__name__}()",
+        )
     if hasattr(adapter, "sample_key"):  # ignored, it would let held-out items into the training set
         raise InvalidRequestError(
             "has the old name of item_key", field="adapter.sample_key", value=type(adapter).__name__, remedy="Rename it"

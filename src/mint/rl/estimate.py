@@ -58,10 +58,20 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def students(z: float, freedom: float) -> float:
+    """Student's quantile with the probability of the normal quantile `z` (Abramowitz and Stegun 26.7.5, second order).
+
+    A variance that is estimated from few values makes large deviations likelier.
+    """
+    if freedom <= 0:
+        return math.inf
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
 def interval(
     means_N: Sequence[float], *, proportion: bool = False, bounds: tuple[float, float] | None = None
 ) -> tuple[float, float, float]:
-    """Mean, low and high of one value per item, by the normal approximation.
+    """Mean, low and high of one value per item, by Student's t.
 
     If all values are equal, their spread says nothing. With known `bounds`, up to the share `wilson(0, n)[1]` of the
     items may then differ, and each may be anywhere within the bounds.
@@ -83,10 +93,11 @@ def interval(
     if bounds is not None and n and bool((values == values[0]).all()):
         _, others = wilson(0, n)
         return mean, mean - others * max(0.0, mean - bounds[0]), mean + others * max(0.0, bounds[1] - mean)
-    half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-    if proportion:  # the normal approximation does not know that a rate is bounded
-        return mean, max(0.0, mean - half), min(1.0, mean + half)
-    return mean, mean - half, mean + half
+    half = students(Z95, n - 1) * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    if bounds is None:
+        return mean, mean - half, mean + half
+    # the approximation does not know that a value is bounded
+    return mean, max(min(bounds[0], mean), mean - half), min(max(bounds[1], mean), mean + half)
 
 
 def reward_interval(task: Task, means_N: Sequence[float]) -> tuple[float, float, float]:

@@ -162,10 +162,18 @@ class RunConfig(BaseModel):
     def _refusal(cls, error: ValidationError) -> InvalidRequestError:
         """The first complaint of pydantic as our error, with a remedy."""
         refusal = invalid_request(error, cls.__name__)
-        first = error.errors()[0]
+        complaints = error.errors()
+        first = complaints[0]
         given = str(first["loc"][0]) if first["loc"] else ""
         wrong_type = first["type"].endswith("_type")
-        if wrong_type:
+        if (
+            wrong_type
+            and len(first["loc"]) > 1
+            and len({each["loc"][:-1] for each in complaints}) == 1 < len(complaints)
+        ):
+            refusal.message = "is not of a kind that is allowed here"  # one complaint for each kind, and its name last
+            refusal.field = ".".join(map(str, (cls.__name__, *first["loc"][:-1])))
+        elif wrong_type:
             refusal.message += f", not {type(first['input']).__name__}"
         similar = get_close_matches(given, [each for name in cls.model_fields for each in cls._names(name)], n=1)
         twice = [name for name in cls.model_fields if name != given and given in cls._names(name)]
@@ -184,6 +192,10 @@ class RunConfig(BaseModel):
         elif wrong_type or refusal.remedy is None:
             fields = [field for name, field in cls.model_fields.items() if given in cls._names(name)]
             refusal.remedy = f"Give {allowed_values(fields[0])}" if fields else None
+        others = {str(each["loc"][0]): None for each in complaints if each["loc"] and str(each["loc"][0]) != given}
+        if others:
+            remedy = f"{refusal.remedy.rstrip('.')}; a" if refusal.remedy else "A"
+            refusal.remedy = f"{remedy}lso wrong: {', '.join(others)}"
         return refusal
 
     @field_validator("trackers", mode="before")

@@ -33,6 +33,8 @@ def _in_words(kind: Any) -> str:
     container = get_origin(kind)
     if container is Literal:
         return " or ".join(map(_quoted, get_args(kind)))
+    if container in (Union, UnionType):
+        return " or ".join(_in_words(one) for one in get_args(kind))
     if container is Callable:
         return "a function"
     if container is not None:

@@ -35,7 +35,7 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     given: dict[str, str] = {}
     for place, argument in enumerate(arguments):
         key, separator, text = argument.partition("=")
-        if not separator or not key.isidentifier():
+        if not separator or not all(part.isidentifier() for part in key.split(".")):
             raise InvalidRequestError(
                 "is not of the form key=value",
                 field="argument",

@@ -22,9 +22,9 @@ from mint.rl.analysis.step_statistics import (
     mean,
     metric,
     reward_window,
-    students,
     total,
 )
+from mint.rl.estimate import students
 from mint.rl.finding import Finding
 from mint.rl.objective import is_recorded_function
 from mint.runs.terminal_text import counted
@@ -140,9 +140,13 @@ def no_signal(view: StepView) -> Finding | None:
     good = total(steps, "groups/all_good")
     bad = total(steps, "groups/all_bad")
     numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": groups - good - bad}
+    reward = reward_window(steps)
+    full = float(view.config.get("success_reward", 1.0)) - view.reward_floor
+    earned = (reward.mean - view.reward_floor) * groups - full * good  # by groups without a success
+    failed = "all wrong" if earned <= LOW_REWARD * full * bad else "alike with partial credit"
     evidence = (
         f"in {counted(len(steps), 'step')} {counted(groups, 'group')} got rewards: "
-        f"{good:.0f} all right, {bad:.0f} all wrong, {numbers['used']:.0f} with unequal rewards"
+        f"{good:.0f} all right, {bad:.0f} {failed}, {numbers['used']:.0f} with unequal rewards"
     )
     constant = _constant_reward(view, steps, evidence, numbers)
     if constant is not None:
@@ -158,14 +162,12 @@ def no_signal(view: StepView) -> Finding | None:
             + ("" if had_signal else "; read some completions: does the grader accept everything?"),
             numbers,
         )
-    reward = reward_window(steps)
     start = reward_window(view.metrics[:CHANGE_WINDOW])
     converged = had_signal and reward.above(start) >= CONVERGED_Z
     evidence += f"; they earn {reward.mean:.3f}"
     if converged:
         evidence += f", at the start {start.mean:.3f}: the policy may have converged"
-    full = float(view.config.get("success_reward", 1.0))
-    low = reward.mean - view.reward_floor <= LOW_REWARD * (full - view.reward_floor)
+    low = reward.mean - view.reward_floor <= LOW_REWARD * full
     if bad < ONE_SIDED * (good + bad) or not low:
         return Finding(
             "no_learning_signal",

@@ -157,14 +157,6 @@ def _trend(rise: float, factor: float, windows: Sequence[RewardWindow], residual
     return RewardTrend(rise, math.sqrt(factor * max(rest, within)), math.sqrt(factor * rest))
 
 
-def students(z: float, freedom: float) -> float:
-    """Student's quantile with the probability of the normal quantile `z` (Abramowitz and Stegun 26.7.5, first order).
-
-    A variance that is estimated from few rollouts makes large deviations likelier.
-    """
-    return z + (z**3 + z) / (4 * freedom) if freedom > 0 else math.inf
-
-
 def best_window(steps: Sequence[StepMetrics], longest: int) -> tuple[int, RewardWindow] | None:
     """The best window of at most `longest` consecutive steps, and the place after it; None if nothing was graded.
 

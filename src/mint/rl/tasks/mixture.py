@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task, task_name
 from mint.rl.message_env import MessageEnv
+
+log = logging.getLogger(__name__)
 
 MAX_REPEATS = 100
 MAX_ITEMS = 100_000
@@ -60,6 +63,14 @@ class _Mixture(Task):
         mixed = []
         for name, share in shares.items():
             count = max(1, round(size * share))
+            if count < len(items[name]):
+                log.warning(
+                    "the mixture leaves out %d of the %d items of %s, because of the weights: give it a larger weight, "
+                    "or fewer items",
+                    len(items[name]) - count,
+                    len(items[name]),
+                    name,
+                )
             rounds = math.ceil(count / len(items[name]))
             order = np.concatenate([random.permutation(len(items[name])) for _ in range(rounds)])[:count]
             mixed += [MixedItem(name, items[name][place]) for place in order]
@@ -158,6 +169,13 @@ def mixture(
 
 
 def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> InvalidRequestError | None:
+    if not isinstance(tasks, Mapping):
+        return InvalidRequestError(
+            "gives the tasks no names",
+            field="mixture.tasks",
+            value=type(tasks).__name__,
+            remedy='Give a dict, such as {"sums": SumsAdapter(), "words": WordsAdapter()}',
+        )
     if not tasks:
         return InvalidRequestError("has no tasks", field="mixture.tasks", value={}, remedy="Name at least one task")
     unnamed = [name for name in tasks if not str(name).strip()]

@@ -224,7 +224,7 @@ def _no_step(metrics: Mapping[str, Any]) -> str:
     left_out = int(metrics.get("groups/untrained", 0))
     if left_out:
         return f"no step taken: nothing of {counted(left_out, 'group')} with unequal rewards went into the loss"
-    return f"no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
+    return f"no step taken: every group had equal rewards ({good} all successes, {bad} without one)"
 
 
 def _step_s(metrics: Mapping[str, Any]) -> float:

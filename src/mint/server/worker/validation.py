@@ -143,7 +143,9 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
             f"{base.context_length}",
             field="prompt",
             value=f"{len(prompt)} tokens",
-            remedy=f"Shorten the prompt, or ask for at most {max(room, 0)} tokens",
+            remedy=f"Shorten the prompt, or ask for at most {room} tokens"
+            if room > 0
+            else f"Shorten the prompt to at most {base.context_length - wanted} tokens",
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
     _check_logit_rules(params, max_tokens, base)
