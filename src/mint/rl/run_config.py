@@ -194,8 +194,8 @@ class RunConfig(BaseModel):
             refusal.remedy = f"Give {allowed_values(fields[0])}" if fields else None
         others = {str(each["loc"][0]): None for each in complaints if each["loc"] and str(each["loc"][0]) != given}
         if others:
-            remedy = f"{refusal.remedy.rstrip('.')}; a" if refusal.remedy else "A"
-            refusal.remedy = f"{remedy}lso wrong: {', '.join(others)}"
+            names, remedy = ", ".join(others), refusal.remedy
+            refusal.remedy = f"Also wrong: {names}" if remedy is None else f"{remedy.rstrip('.')}; also wrong: {names}"
         return refusal
 
     @field_validator("trackers", mode="before")
