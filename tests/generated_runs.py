@@ -70,7 +70,7 @@ def write_states(runs: Path) -> None:
     for folder in (failed, stopped, died, stale):
         _lines(folder, "metrics.jsonl", (_metrics(step, now - 90 + step, step) for step in range(1, 6)))
     write_process(failed, **ended, outcome="failed", error=error)
-    write_process(stopped, **ended, outcome="stopped", error="interrupted")
+    write_process(stopped, **ended, outcome="stopped", error="interrupted by a request to stop")
     write_process(died, began_at=now - 90, pid=2**22 + 1)
     write_process(stale, began_at=now)
     write_process(begin(runs / "waiting", steps=50), began_at=now)

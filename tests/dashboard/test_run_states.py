@@ -15,7 +15,7 @@ NOTICES = {
     "failed-at-once": "It failed before its first step: RequestFailedError: the base model cannot be loaded",
     "failed": "It failed after step 5: RequestFailedError: the base model cannot be loaded",
     "stopped-at-once": "It was stopped before its first step.",
-    "stopped": "It was stopped after step 5.",
+    "stopped": "It was stopped after step 5 by a request to stop.",
     "died": "Its process ended after step 5 without a word",
     "stale": "Its process lives, but has written nothing for 12",
     "waiting": "The first step is not done yet.",

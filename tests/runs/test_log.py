@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import mint
 from mint.errors import InvalidRequestError
+from mint.runs.interrupt import RunInterrupted
 from mint.runs.json_lines import encode_line
 from mint.runs.log import ResumePoint, RunLog
 from mint.runs.process import RunProcess, lives, read_process, recorded_process, run_state
@@ -187,6 +188,7 @@ def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     [
         (ValueError("no \udcff luck"), "failed", "ValueError: no ? luck"),
         (KeyboardInterrupt(), "stopped", "interrupted"),
+        (RunInterrupted(Path("run"), saved_step=3, steps=6), "stopped", "interrupted by Ctrl-C"),
         (SystemExit(3), "failed", "SystemExit: 3"),
         (RuntimeError("x" * 10_000), "failed", "RuntimeError: xxx"),
     ],

@@ -486,7 +486,7 @@ def test_the_summary_says_where_a_run_stands(runs: dict[str, Path]) -> None:
     assert sum(summary.findings.values()) == len({row["code"] for row in findings}) > 0
     assert summary.began_at <= metrics[0]["time/unix_s"] <= metrics[-1]["time/unix_s"] <= summary.updated_at
     cut = RunReader(runs["cut"]).summary()
-    assert (cut.state, cut.error, cut.step) == ("stopped", "interrupted", 3)
+    assert (cut.state, cut.error, cut.step) == ("stopped", "interrupted by Ctrl-C", 3)
     assert RunReader(runs["old"]).summary().state == "finished"
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from mint.runs.interrupt import RunInterrupted
 from mint.runs.json_lines import encode_line, replace_file
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -30,6 +31,8 @@ slowest recent step took."""
 
 CLOCK_SLACK_S = 5.0
 LONGEST_ERROR = 2_000
+INTERRUPTED = "interrupted"
+"""Begins the recorded error of a run that a person stopped; `by Ctrl-C` or `by a request to stop` may follow."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ def recorded_process(folder: Path) -> Generator[RunEnd]:
     _write(folder, process)
     try:
         yield end
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         end.outcome = "stopped"
-        end.error = "interrupted"
+        end.error = f"{INTERRUPTED} by {interrupt.by}" if isinstance(interrupt, RunInterrupted) else INTERRUPTED
         raise
     except BaseException as error:
         end.outcome = "failed"
@@ -132,8 +135,9 @@ def state_notice(
     if state == "died":
         return f"Its process ended {place} without a word: it was killed, or the machine stopped."
     if state in ("failed", "stopped"):
-        is_told = bool(error) and not (state == "stopped" and error == "interrupted")
-        because = f": {error}" if is_told else "."
+        told = "" if error is None else error
+        is_interrupted = state == "stopped" and told.startswith(INTERRUPTED)
+        because = f": {told}" if told and not is_interrupted else f"{told.removeprefix(INTERRUPTED)}."
         return f"It {'failed' if state == 'failed' else 'was stopped'} {place}{because}"
     return "" if step else "It finished without a step."
 
