@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
 from mint.cli.run_names import find_checkpoint, find_run
+from mint.cli.runs import newest_runs, run_row
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
@@ -239,6 +240,25 @@ def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: 
     people = mint("runs", "show", str(home / "runs" / "looked-at")).stdout
     for text in ("finished", "3 of 3", f"{metrics[-1]['reward/mean']:.3f}", "after (step 3), greedy", "checkpoint"):
         assert text in people
+
+
+def test_a_held_out_reward_of_before_training_says_so_in_the_list(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "runs" / "new")
+    log.start({"task": "math", "base_model": "mint/tiny", "steps": 3}, resume=False)
+    row = {
+        "step": 0,
+        "when": "before",
+        "set": "held out",
+        "temperature": 1.0,
+        "mean": 0.2,
+        "low": 0.1,
+        "high": 0.3,
+        "n": 64,
+    }
+    log.append("evaluations.jsonl", row)
+    assert run_row(1, newest_runs(tmp_path, 1)[0])[6].endswith(" at step 0")
+    log.append("evaluations.jsonl", {**row, "step": 3, "when": "after"})
+    assert "step" not in run_row(1, newest_runs(tmp_path, 1)[0])[6]
 
 
 def test_the_last_checkpoint_of_a_run_that_has_none_is_not_mistaken_for_a_base_model(tmp_path: Path) -> None:

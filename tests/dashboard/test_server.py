@@ -118,6 +118,15 @@ def test_a_run_without_steps_may_get_any_metric_yet(tmp_path: Path) -> None:
         assert get(client, "runs/new/columns", names="reward/meen")["columns"] == {"step": [], "reward/meen": []}
 
 
+def test_a_held_out_reward_of_before_training_says_so(tmp_path: Path) -> None:
+    append(write_run(tmp_path / "runs" / "new", 2, planned=9), "evaluations.jsonl", evaluation(0, 0.2))
+    with showing(tmp_path) as (_, client):
+        for page in ("/", "/runs/new"):
+            assert 'data-cell="interval">[0.100, 0.300] at step 0</span>' in client.get(page).text
+        append(tmp_path / "runs" / "new", "evaluations.jsonl", evaluation(2, 0.4))
+        assert 'data-cell="interval">[0.300, 0.500]</span>' in client.get("/runs/new").text
+
+
 def test_a_group_comes_best_first_and_whole(client: httpx.Client) -> None:
     group = get(client, f"runs/{RUN}/steps/3/groups/0")
     assert [row["reward"] for row in group["rows"]] == [1.0, 0.0, None] and group["prompt"] == "What is 0 + 3?"

@@ -196,6 +196,8 @@ def state_name(run: Mapping[str, Any]) -> str:
 def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
     """A run as a row of a table with `RUN_COLUMNS`; the newest has number 1."""
     heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
+    if run["heldout"] is not None and run["heldout"].get("step") == 0:
+        heldout += " at step 0"
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}" if run["state"] != "unreadable" else ""
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"

@@ -209,6 +209,11 @@ export function number(value) {
 export const fixed = (value, digits = 3) =>
   value === null || value === undefined || !Number.isFinite(value) ? NONE : signed(value.toFixed(digits));
 
+/** The interval of a run's latest held-out evaluation; it says so where that was before training.
+ * @param {{step?: number, low: number, high: number} | null | undefined} heldout */
+export const standing = (heldout) =>
+  heldout ? `[${fixed(heldout.low)}, ${fixed(heldout.high)}]${heldout.step === 0 ? " at step 0" : ""}` : "";
+
 /** A share as per cent. @param {number | null | undefined} value 0 to 1 @param {number} [digits] */
 export const percent = (value, digits = 1) =>
   value === null || value === undefined || !Number.isFinite(value) ? NONE : signed((100 * value).toFixed(digits)) + " %";

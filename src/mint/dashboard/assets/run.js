@@ -3,7 +3,7 @@
 
 import {
   age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, number, pageData, percent, query, runPath,
-  searchKey, setQuery, shortcut, showError, showState, stateText, stepsText,
+  searchKey, setQuery, shortcut, showError, showState, standing, stateText, stepsText,
 } from "./common.js";
 import { DASHES, swatch } from "./chart_paint.js";
 import { Board } from "./charts.js";
@@ -157,7 +157,7 @@ function showSummary(run) {
     reward: fixed(summary.reward),
     best: fixed(summary.best_reward),
     heldout: fixed(heldout?.mean),
-    interval: heldout ? `[${fixed(heldout.low)}, ${fixed(heldout.high)}]` : "",
+    interval: standing(heldout),
     gain: gainOf(heldout, run.evaluations),
     rate: compact(summary.tokens_per_s),
   };
@@ -216,7 +216,7 @@ function showCompared(runs) {
     labelled("Reward", "num", fixed(summary.reward)),
     labelled("Best", "num", fixed(summary.best_reward)),
     labelled("Held-out", "num", el("span", {}, fixed(summary.heldout?.mean), " ",
-      el("span", { class: "muted" }, summary.heldout ? `[${fixed(summary.heldout.low)}, ${fixed(summary.heldout.high)}]` : ""))),
+      el("span", { class: "muted" }, standing(summary.heldout)))),
     labelled("Tokens/s", "num", compact(summary.tokens_per_s)),
     el("td", { class: "wrap small" }, el("div", {}, differenceList(differing, configs.get(name) ?? {}))),
     el("td", {}, el("button", { type: "button", class: "button button--plain", "aria-label": `Take ${name} out`, onclick: () => takeOut(name) }, "×")))));

@@ -3,14 +3,15 @@
 
 import {
   age, afterPause, compact, counted, el, find, findAll, fixed, getJson, listen, NONE, percent, query, searchKey,
-  isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, stepsText, walkRows,
+  isRunning, pageData, postJson, setQuery, shortcut, showError, showRunning, showState, standing, stepsText,
+  walkRows,
 } from "./common.js";
 import { beginStart } from "./launches.js";
 
 /**
  * @typedef {{name: string, state: string, task: string, base_model: string, step: number, steps: number,
  *   reward: number | null, best_reward: number | null, success: number | null, tokens_per_s: number | null,
- *   heldout: {mean: number, low: number, high: number} | null, findings: Record<string, number>,
+ *   heldout: {step: number, mean: number, low: number, high: number} | null, findings: Record<string, number>,
  *   began_at: number | null, updated_at: number | null, error: string | null}} Summary
  */
 
@@ -129,7 +130,7 @@ function fill(row, run) {
   cell("reward").textContent = fixed(run.reward);
   cell("best").textContent = fixed(run.best_reward);
   cell("heldout").textContent = fixed(run.heldout?.mean);
-  cell("interval").textContent = run.heldout ? `[${fixed(run.heldout.low)}, ${fixed(run.heldout.high)}]` : "";
+  cell("interval").textContent = standing(run.heldout);
   cell("success").textContent = percent(run.success);
   cell("rate").textContent = compact(run.tokens_per_s);
   cell("age").textContent = age(run.began_at);
