@@ -234,12 +234,40 @@ def test_one_graph_too_many_costs_the_oldest_alone(tmp_path: Path) -> None:
         graphs.place(kind, [lora])
     for shape in (_Shape(4, 1, other), _Shape(4, 2, own), _Shape(4, 1, None), _Shape(4, 4, own)):
         graphs._captured[shape] = (cast(Any, None), torch.zeros(1))  # a graph needs a GPU
-    graphs._drop_oldest()
+    graphs._drop_oldest(None)
     assert [shape.kind for shape in graphs._captured] == [own, None, own] and list(graphs._slots) == [own]
-    graphs._drop_oldest()
+    graphs._drop_oldest(None)
     assert list(graphs._slots) == [own]  # another graph reads it
     graphs.place(own, [new_lora(decoder, LORA) for _ in range(2)])  # more slots lie at another address
     assert [shape.kind for shape in graphs._captured] == [None]
+
+
+@torch.inference_mode()
+def test_a_graph_that_replaces_the_last_of_its_kind_reads_the_slots_that_were_just_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "tied")
+    decoder = open_decoder(tmp_path)
+    graphs = _graphs(decoder, KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 20), 4)
+    inputs = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 2, 3]], dtype=torch.int32)
+    lora = _lora(decoder, LORA, seed=1)
+    kind = common_spec([lora])
+    monkeypatch.setattr(graphs, "_capture", False)
+    graphs.place(kind, [lora])
+    expected = graphs.hidden(inputs, 2, kind)
+    for shape in (_Shape(4, 1, kind), _Shape(4, 1, None)):
+        graphs._captured[shape] = (cast(Any, None), torch.zeros(1))
+
+    def record(shape: _Shape) -> tuple[Any, torch.Tensor]:
+        """As a capture, which runs the layers; a graph needs a GPU."""
+        return SimpleNamespace(replay=lambda: None), graphs._run(shape)
+
+    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_capture", True)
+    monkeypatch.setattr("mint.engine.cuda.graph_step.MAX_GRAPHS", 2)
+    graphs.place(kind, [lora])
+    assert torch.equal(graphs.hidden(inputs, 2, kind), expected)
+    assert list(graphs._captured) == [_Shape(4, 1, None), _Shape(4, 2, kind)] and list(graphs._slots) == [kind]
 
 
 @torch.inference_mode()

@@ -271,7 +271,7 @@ class StepGraphs:
         width, count = inputs.shape
         self._inputs[:width, :count].copy_(inputs)
         if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
-            self._drop_oldest()
+            self._drop_oldest(shape.kind)
         if not self._capture:
             return self._run(shape)
         if shape not in self._captured:
@@ -294,12 +294,14 @@ class StepGraphs:
         self._capture = False
         self._captured.clear()
 
-    def _drop_oldest(self) -> None:
-        """Throws away the graph that was not used for the longest time, and slots that no other graph reads."""
+    def _drop_oldest(self, needed: LoraSpec | None) -> None:
+        """Throws away the graph that was not used for the longest time, and slots that no other graph reads, except of
+        the kind that is `needed`: the graph that comes next reads them, and `place` has filled them."""
         oldest = next(iter(self._captured))
         del self._captured[oldest]
-        if oldest.kind is not None and not any(shape.kind == oldest.kind for shape in self._captured):
-            self._slots.pop(oldest.kind, None)
+        kinds = {needed, *(shape.kind for shape in self._captured)}
+        if oldest.kind is not None and oldest.kind not in kinds:
+            del self._slots[oldest.kind]
 
     def _run(self, shape: _Shape) -> Tensor:
         decoder, cache = self.decoder, self.cache
