@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import asdict
+from typing import cast
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from mint.engine.cuda.attention import (
 )
 from mint.engine.cuda.fast_paths import FLEX, SPANS, Shapes, paths
 from mint.engine.cuda.self_check import judge
+from mint.engine.model.autograd import recomputed
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import Span, attention_blocks
 
@@ -144,19 +146,39 @@ def test_any_layout_of_a_padded_size_uses_the_same_kernels_and_too_many_sizes_ar
         torch._dynamo.reset()
 
 
-def test_every_thread_may_compile_as_many_sizes() -> None:
-    """Settings of torch's compiler belong to a thread."""
+def test_a_forward_that_is_computed_again_in_another_thread_may_compile_as_many_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Settings of torch's compiler belong to a thread. On a GPU a backward runs in one of autograd's own, and it
+    compiles there what was compiled without a gradient in the forward."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    monkeypatch.setattr("mint.engine.cuda.attention._compiled", lambda: compiled)
+    attend = compiled_attention()
+    errors: list[BaseException] = []
     limits: list[int] = []
 
-    def read() -> None:
-        compiled_attention()
+    def run_backward(out: torch.Tensor) -> None:
+        try:
+            out.sum().backward()
+        except BaseException as error:
+            errors.append(error)
         limits.extend((torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit))
 
-    for _ in range(2):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert limits == [MAX_COMPILED] * 4
+    sizes = range(16, 176, 16)
+    try:
+        for size in sizes:
+            x = torch.randn(1, 2, size, SIZE, requires_grad=True)
+            out = recomputed(lambda own: cast(torch.Tensor, attend(own, own, own)), x)
+            thread = threading.Thread(target=run_backward, args=(out,))
+            thread.start()
+            thread.join()
+            assert not errors and x.grad is not None, (size, errors)
+    finally:
+        torch._dynamo.reset()
+    assert counter.frame_count == 2 * len(sizes)  # without a gradient, and with one
+    assert limits == [MAX_COMPILED] * 2 * len(sizes)
 
 
 def test_it_passes_the_self_check_and_a_wrong_mask_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,15 +172,25 @@ def _order(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compiled_attention() -> Callable[..., object]:
-    """FlexAttention compiled for each size, for calls in this thread. A hit limit is an error, because uncompiled it
-    would write all scores to memory."""
+    """FlexAttention compiled for each size, in any thread. A hit limit is an error, because uncompiled it would write
+    all scores to memory."""
+
+    def attend(*args: Any, **named: Any) -> object:
+        # At each call: a forward that is computed again in a backward runs in autograd's own thread.
+        _raise_limits()
+        return _compiled()(*args, **named)
+
+    return attend
+
+
+def _raise_limits() -> None:
+    """Torch's settings belong to a context: each thread has its own, and begins with torch's values."""
     import torch._dynamo.config  # deferred: torch's compiler takes seconds to import
 
     config: Any = torch._dynamo.config  # its types say that settings keep their first values
-    # A thread has settings of its own, and begins with torch's.
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, limit, max(getattr(config, limit), MAX_COMPILED))
-    return _compiled()
+        if getattr(config, limit) < MAX_COMPILED:
+            setattr(config, limit, MAX_COMPILED)
 
 
 @cache
