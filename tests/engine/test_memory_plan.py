@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,16 @@ def test_a_plan_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
     plan = plan_model(Settings(), str(tmp_path), context=512, group=8, rank=8, device="cpu", device_gib=8)
     assert plan.free == 8 * GIB and plan.base > 0 and not plan.is_gpu
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen3_5_text", "gpt_oss"])
+def test_config_json_alone_gives_the_plan_that_the_weights_give(tmp_path: Path, family: str) -> None:
+    whole, bare = tmp_path / "whole", tmp_path / "bare"
+    write_model(whole, "tied" if family == "gemma3_text" else "untied", family=family)
+    bare.mkdir()
+    shutil.copy(whole / "config.json", bare)
+    asked: dict[str, Any] = {"context": 64, "group": 2, "rank": 4, "device": "cuda", "device_gib": 24}
+    assert plan_model(Settings(), str(bare), **asked) == plan_model(Settings(), str(whole), **asked)
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

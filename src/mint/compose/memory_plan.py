@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from mint.config import Settings
+from mint.engine.bases.meta_model import tensors_of_config
 from mint.engine.cuda.operations import CudaOperations
 from mint.engine.devices import Device
 from mint.engine.lora import parameter_count
@@ -17,7 +18,7 @@ from mint.engine.quantized.number_formats import Quantization
 from mint.engine.torch_engine import DTYPES
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
-from mint.models.registry import resolve
+from mint.models.registry import missing_files, resolve
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -37,6 +38,8 @@ def plan_model(
 ) -> MemoryPlan:
     """The plan for groups of `group` sequences of `context` tokens, and a lora of `rank` on the default matrices.
 
+    A folder with config.json alone is enough: the names and shapes of tensors are then those of transformers.
+
     `device`: None for the one that the engine would take here. `device_gib`: its memory, if it is not in this machine.
 
     Raises:
@@ -44,7 +47,7 @@ def plan_model(
         InvalidRequestError: mint's own decoder does not compute the family, the context is longer than the model's, or
             there is no GPU here and no memory of another one is given.
     """
-    folder = ModelFolder(resolve(model, settings.model_aliases))
+    folder = ModelFolder(resolve(model, settings.model_aliases, config_alone=True))
     try:
         config = read_decoder_config(folder.config)
     except InvalidRequestError as error:
@@ -75,7 +78,7 @@ def plan_model(
         operations = here.operations(config, dtype)
     return plan_memory(
         config,
-        folder.tensors(),
+        tensors_of_config(folder) if missing_files(folder.path) else folder.tensors(),
         operations,
         LoraSpec(rank, 0, train_attn=True, train_mlp=True, train_unembed=True),
         context=context,
@@ -107,7 +110,7 @@ def plan_gpus(
 
     lora = LoraSpec(rank, 0, train_attn=True, train_mlp=True, train_unembed=True)
     usual = plan_of(context, None).context
-    config = read_decoder_config(ModelFolder(resolve(model, settings.model_aliases)).config)
+    config = read_decoder_config(ModelFolder(resolve(model, settings.model_aliases, config_alone=True)).config)
     return plan_group(
         config,
         plan_of,

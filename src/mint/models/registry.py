@@ -35,11 +35,12 @@ def available(aliases: Mapping[str, str]) -> list[str]:
     return sorted({*BUNDLED, *fetched, *aliases})
 
 
-def resolve(name: str, aliases: Mapping[str, str]) -> Path:
+def resolve(name: str, aliases: Mapping[str, str], *, config_alone: bool = False) -> Path:
     """The folder of `name`: an alias (of a name, folder or file), a bundled model, a local folder, a GGUF file, a
     Hugging Face id whose files are in the local cache, or a model that was fetched from the package index.
 
-    An alias comes before everything else, so that an operator can give any weights any name.
+    An alias comes before everything else, so that an operator can give any weights any name. With `config_alone`, a
+    folder needs no more than its config.json.
 
     Raises:
         UnknownBaseModelError: there is no base model of that name.
@@ -65,6 +66,8 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
             remedy=_remedy(name, similar),
         )
     missing = missing_files(folder)
+    if config_alone:
+        missing = [name for name in missing if name == "config.json"]
     if missing:
         raise InvalidRequestError(
             f"stands for {folder}, which lacks {', '.join(missing)}",
