@@ -201,8 +201,9 @@ class Device:
         try:
             (torch.ones(1, device=self.torch) + 1).item()
         except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with a list of all devices
             raise InvalidRequestError(
-                f"is not a device on which torch {torch.__version__} computes here: {str(error).splitlines()[0]}",
+                f"is not a device on which torch {torch.__version__} computes here: {reason}",
                 field="MINT_DEVICE",
                 value=str(self.torch),
                 remedy="Set MINT_DEVICE=cpu to compute on the processor, or install a build of torch for this device",
