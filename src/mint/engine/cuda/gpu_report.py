@@ -42,8 +42,8 @@ def check_gpu(version: str) -> GpuReport:
             f"is not in this machine, or torch {torch.__version__} does not see it",
             field="device",
             value="cuda",
-            remedy="Look at nvidia-smi or rocm-smi, and install a build of torch for it. On an Apple GPU (MINT_DEVICE=mps) "
-            "mint runs torch's plain operations, which need no check",
+            remedy="Look at nvidia-smi or rocm-smi, and install a build of torch for it. On an Apple GPU "
+            "(MINT_DEVICE=mps) mint runs torch's plain operations, which need no check",
         )
     has_triton = find_spec("triton") is not None
     names = [name for name in NAMES if has_triton or name not in TRITONS]
