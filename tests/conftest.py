@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from default_engine import use_clusters
 from hypothesis import settings
 
 from mint.config import Settings, shorten_thread_spinning
@@ -37,10 +39,18 @@ MINT_VARIABLES = (
 )
 
 
+CLUSTER = {"MINT_CLUSTER": "local", "MINT_TRAINERS": "2", "MINT_SAMPLERS": "1"}
+"""What `--cluster local` sets for all that makes its engine from the settings, also in processes of their own."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--cluster", choices=("local",), help="run the tests of the service on ranks of a Ray on this machine"
-    )
+    parser.addoption("--cluster", choices=("local",), help="services train on two ranks of a Ray on this machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cluster") is not None:
+        os.environ.update(CLUSTER)
+        use_clusters()
 
 
 @pytest.fixture(autouse=True)

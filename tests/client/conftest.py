@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 
 import mint
 from mint.compose.embedded import open_embedded
-from mint.engine.fake_engine import FakeEngine
 
 MakeClient = Callable[..., mint.ServiceClient]
 
@@ -29,7 +29,7 @@ def make_client(tmp_path: Path, transport: str) -> Iterator[MakeClient]:
     with ExitStack() as stack:
 
         def make(folder: str = "data", **options: Any) -> mint.ServiceClient:
-            engine = options.pop("engine", None) or FakeEngine()
+            engine = options.pop("engine", None) or fake_engine()
             if transport == "embedded":
                 opened = lambda: open_embedded(data_dir=tmp_path / folder, engine=engine, **options)  # noqa: E731
                 client = mint.ServiceClient(open_embedded=opened)

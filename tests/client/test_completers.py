@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 
 import mint
 import mint.recipe
 import mint.renderers
 from mint.completers import TinkerMessageCompleter, TinkerTokenCompleter
 from mint.compose.embedded import open_embedded
-from mint.engine.fake_engine import FakeEngine
 from mint.rl import RLConfig, run_grpo
 from mint.rl_core import Reward, RLAdapter
 from mint.types import ModelInput
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def sampler(tmp_path: Path) -> Iterator[mint.SamplingClient]:
-    opened = lambda: open_embedded(data_dir=tmp_path, engine=FakeEngine())  # noqa: E731
+    opened = lambda: open_embedded(data_dir=tmp_path, engine=fake_engine())  # noqa: E731
     with mint.ServiceClient(open_embedded=opened) as client:
         yield client.create_sampling_client(base_model="mint/tiny")
 

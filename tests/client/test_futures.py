@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from waiting import HANG_S, wait_until
 
 import mint
@@ -193,7 +194,7 @@ def test_a_future_that_is_cancelled_while_its_session_closes_leaves_no_unread_er
     make_client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where Ctrl-C ends a program that waits."""
-    service = make_client(engine=FakeEngine())
+    service = make_client(engine=fake_engine())
     service.get_server_capabilities()
     session = service._session
     waits, held, go_on = threading.Event(), threading.Event(), threading.Event()

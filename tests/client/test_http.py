@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_app
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -32,7 +33,6 @@ from mint.client.connection.backoff import LONGEST_PAUSE_S, Backoff
 from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.wait_log import WaitLog
 from mint.compose.embedded import EmbeddedService, open_embedded
-from mint.engine.fake_engine import FakeEngine
 from mint.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -81,7 +81,7 @@ class RecordingServer:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[RecordingServer]:
-    running = open_embedded(data_dir=tmp_path / "data", engine=FakeEngine())
+    running = open_embedded(data_dir=tmp_path / "data", engine=fake_engine())
     yield RecordingServer(running)
     running.release()
 
@@ -420,7 +420,7 @@ def test_a_sampling_client_may_be_pickled_and_handed_to_another_process(url: str
 
 
 def test_an_embedded_sampler_cannot_leave_its_process_and_says_so(tmp_path: Path) -> None:
-    opened = lambda: open_embedded(data_dir=tmp_path, engine=FakeEngine())  # noqa: E731
+    opened = lambda: open_embedded(data_dir=tmp_path, engine=fake_engine())  # noqa: E731
     with mint.ServiceClient(open_embedded=opened) as client:
         sampler = client.create_sampling_client(base_model="mint/tiny")
         with pytest.raises(InvalidRequestError, match="mint serve"):

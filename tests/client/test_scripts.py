@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 
-from mint.engine.fake_engine import FakeEngine
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.code import CodeAdapter
 from mint.recipes.math import MathAdapter
@@ -69,7 +69,7 @@ def steps_of(script: subprocess.Popen[str], *, kill_after: int | None = None) ->
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    with http_server(tmp_path / "server", engine=FakeEngine()) as url:
+    with http_server(tmp_path / "server", engine=fake_engine()) as url:
         calm = steps_of(start("resume.py", tmp_path, MINT_BASE_URL=url))
         assert len(calm) == 6
         dice, lines, interruptions = random.Random(4), [], 0

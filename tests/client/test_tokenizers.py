@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 from transformers import PreTrainedTokenizerFast
 
 import mint
 from mint.client.tokenizers import store_files
-from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
 from mint.tokenizer import TOKENIZER_FILES, load_tokenizer, tokenizer_files
@@ -32,7 +32,7 @@ def test_a_client_gets_the_tokenizer_of_a_model_that_only_the_server_has(
     shutil.copytree(TINY, tmp_path / "private model")
     home = tmp_path / "client-home"
     monkeypatch.setenv("MINT_MODELS", f"lab/our model={tmp_path / 'private model'}")
-    with http_server(tmp_path / "data", engine=FakeEngine()) as url:
+    with http_server(tmp_path / "data", engine=fake_engine()) as url:
         monkeypatch.setenv("MINT_HOME", str(home))
         with mint.ServiceClient(base_url=url) as client:
             tokenizer = client.create_lora_training_client("lab/our model", rank=4).get_tokenizer()

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 
-from mint.engine.fake_engine import FakeEngine
 from mint.types.training import ForwardBackwardOutput
 
 HIDE_NUMPY = """
@@ -64,7 +64,7 @@ def run(code: str, *arguments: str, hide: bool = True) -> str:
 
 
 def test_a_client_without_numpy_gets_what_a_client_with_numpy_gets(tmp_path: Path) -> None:
-    with http_server(tmp_path, engine=FakeEngine()) as url:
+    with http_server(tmp_path, engine=fake_engine()) as url:
         without, with_numpy = (json.loads(run(CLIENT, url, hide=hide)) for hide in (True, False))
     assert (without.pop("numpy"), with_numpy.pop("numpy")) == (False, True)
     assert without == with_numpy
@@ -125,7 +125,7 @@ def test_a_command_of_this_machine_names_the_one_extra_that_suffices(tmp_path: P
 
 
 def test_the_models_of_a_server_are_listed_without_numpy(tmp_path: Path) -> None:
-    with http_server(tmp_path, engine=FakeEngine()) as url:
+    with http_server(tmp_path, engine=fake_engine()) as url:
         run(CLIENT, url)
         ended = mint("runs", "list", "--json", home=tmp_path / "elsewhere", url=url)
     assert ended.returncode == 0, ended.stderr

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_app
 from owners import Place, owner_is_key
 
 from mint.compose.embedded import open_embedded
-from mint.engine.fake_engine import FakeEngine
 from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 
 
 @contextmanager
 def _opened(data_dir: Path) -> Iterator[Place]:
-    running = open_embedded(data_dir=data_dir, engine=FakeEngine())
+    running = open_embedded(data_dir=data_dir, engine=fake_engine())
     try:
         app = create_app(running.service, ROUTES, authenticate=owner_is_key)
         with http_app(running, app) as url:

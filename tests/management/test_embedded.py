@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from default_engine import fake_engine
+
 import mint
 from mint.compose.embedded import open_embedded
-from mint.engine.fake_engine import FakeEngine
 
 
 def embedded(folder: Path) -> mint.ServiceClient:
-    return mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=folder, engine=FakeEngine()))
+    return mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=folder, engine=fake_engine()))
 
 
 def test_every_question_is_answered_in_process(tmp_path: Path) -> None:

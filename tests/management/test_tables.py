@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 from owners import Place
 from typer.testing import CliRunner, Result
 
 import mint
 from mint.cli.main import app
-from mint.engine.fake_engine import FakeEngine
 
 Mint = Callable[..., Result]
 
@@ -163,7 +163,7 @@ def test_names_that_others_chose_cannot_steer_a_terminal(place: Place, cli: Mint
 
 
 def test_reading_a_folder_takes_no_session_over(tmp_path: Path) -> None:
-    with http_server(tmp_path, engine=FakeEngine()) as url, mint.ServiceClient(base_url=url) as client:
+    with http_server(tmp_path, engine=fake_engine()) as url, mint.ServiceClient(base_url=url) as client:
         trainer = client.create_lora_training_client("mint/tiny", rank=4)
         before = sorted(path.name for path in tmp_path.iterdir())
         assert document(run("runs", "list", "--data-dir", str(tmp_path), "--json"))["cursor"]["total_count"] == 1

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from default_engine import fake_engine
 from waiting import HANG_S
 
 from mint.compose.serving import Server
 from mint.config import read_serve_settings
-from mint.engine.fake_engine import FakeEngine
 from mint.server.store.database import Database
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import ApiKeys
@@ -31,7 +31,7 @@ _http = httpx.Client(timeout=HANG_S)
 def running(data_dir: Path, *, engine: Any = None, **flags: Any) -> Iterator[Server]:
     """A server that answers until the end of the block."""
     flags = {"port": 0, "data_dir": data_dir, **flags}
-    server = Server(read_serve_settings(flags), engine=engine or FakeEngine())
+    server = Server(read_serve_settings(flags), engine=engine or fake_engine())
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

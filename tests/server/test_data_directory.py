@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from typer.testing import CliRunner
 from waiting import HANG_S, wait_until
 
@@ -22,7 +23,6 @@ from mint.cli.main import app
 from mint.compose.embedded import open_embedded
 from mint.compose.serving import Server, check
 from mint.config import read_serve_settings
-from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.server.callers import LOCAL
 from mint.server.store.instances import ServerLock
@@ -56,7 +56,7 @@ def served(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def refusal(folder: Path) -> str:
     """Why no server can start on this folder now."""
     with pytest.raises(InvalidRequestError) as caught:
-        Server(read_serve_settings({"port": 0, "data_dir": folder}), engine=FakeEngine())
+        Server(read_serve_settings({"port": 0, "data_dir": folder}), engine=fake_engine())
     return str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_the_folder_is_free_again_however_its_server_ended(tmp_path: Path, numbe
 def test_a_server_that_cannot_start_leaves_the_folder_free(tmp_path: Path) -> None:
     settings = read_serve_settings({"port": 0, "data_dir": tmp_path, "models": ("no/such-model",)})
     with pytest.raises(MintError):
-        Server(settings, engine=FakeEngine())
+        Server(settings, engine=fake_engine())
     with running(tmp_path):
         pass
 
@@ -164,7 +164,7 @@ def test_a_key_is_made_while_the_server_runs(tmp_path: Path) -> None:
 
 def test_a_server_and_two_embedded_processes_share_checkpoints_and_no_session(tmp_path: Path) -> None:
     """Each is an instance of its own, as in a process of its own: what they share goes through the folder."""
-    notebooks = [open_embedded(data_dir=tmp_path, engine=FakeEngine()) for _ in range(2)]
+    notebooks = [open_embedded(data_dir=tmp_path, engine=fake_engine()) for _ in range(2)]
     with running(tmp_path) as server:
         person = Person(server)
         services = [server.service, *(notebook.service for notebook in notebooks)]

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from typer.testing import CliRunner
 
 from mint.cli.main import app
 from mint.compose.embedded import open_embedded
-from mint.engine.fake_engine import FakeEngine
 from mint.runs.log import RunLog
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from tests.server.server_harness import Person, pass_input, running
@@ -62,7 +62,7 @@ def serve(folder: Path) -> None:
 
 
 def embed(folder: Path) -> None:
-    embedded = open_embedded(data_dir=folder, engine=FakeEngine())
+    embedded = open_embedded(data_dir=folder, engine=fake_engine())
     assert readable_by_others(folder) in ([], ["notes.txt 644"])
     embedded.release()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from typer.testing import CliRunner
 
 from mint import config
@@ -17,7 +18,6 @@ from mint.cli.main import app
 from mint.compose import embedded
 from mint.compose.serving import Server, check
 from mint.config import ServeSettings, read_serve_settings
-from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError, MintError
 from mint.server.store.journal import JOURNAL_FILE
 from tests.server.server_harness import API, BASE, Person, make_key, running
@@ -140,7 +140,8 @@ def test_a_model_that_is_not_there_stops_the_start_and_frees_the_port(tmp_path: 
         port = probe.getsockname()[1]
     with pytest.raises(MintError, match="no/such-model"):
         Server(
-            read_serve_settings({"models": ("no/such-model",), "data_dir": tmp_path, "port": port}), engine=FakeEngine()
+            read_serve_settings({"models": ("no/such-model",), "data_dir": tmp_path, "port": port}),
+            engine=fake_engine(),
         )
     with socket.socket() as again:
         again.bind(("127.0.0.1", port))

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from service_harness import Harness, open_service, services_have
 from two_lanes import TwoLanes
 
-from mint.config import prepare_ray
-from mint.engine.fake_engine import FakeEngine
 from mint.server.service.service import Service
 from mint.server.worker import snapshot_policy
 
@@ -31,20 +30,13 @@ BOTH_LANES = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in BOTH_LANES:
-        metafunc.parametrize("lanes", [FakeEngine, TwoLanes], ids=["1 lane", "2 lanes"], indirect=True)
+        metafunc.parametrize("lanes", [fake_engine, TwoLanes], ids=["1 lane", "2 lanes"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def lanes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes services with this engine; with `--cluster local`, those of a test that asks for no other engine have ranks
-    in processes of their own."""
-    engine = getattr(request, "param", FakeEngine)
-    if engine is FakeEngine and request.config.getoption("--cluster") == "local":
-        prepare_ray()
-        from cluster_of_fakes import new_cluster  # deferred: ray, which only this needs
-
-        engine = new_cluster
-    with services_have(engine):
+    """Makes services with this engine."""
+    with services_have(getattr(request, "param", fake_engine)):
         yield
 
 

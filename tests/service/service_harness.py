@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from default_engine import fake_engine
+
 from mint import wire
-from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
+from mint.engine.fake_engine import POISON_TOKEN
 from mint.engine.protocol import Engine
 from mint.errors import MintError, from_wire
 from mint.server.callers import LOCAL, Caller
@@ -30,7 +32,7 @@ Op = tuple[str, dict[str, Any]]
 
 
 _engines: WeakKeyDictionary[Service, Engine] = WeakKeyDictionary()
-_default_engine: list[Callable[[], Engine]] = [FakeEngine]
+_default_engine: list[Callable[[], Engine]] = [fake_engine]
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import torch_engine
 from service_harness import GOOD_PASS, STEP, Harness, datum, failure, make_sampler, open_service, pass_body
 
 import mint.wire as wire
 from mint.engine.state_digest import digest_of_state
-from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, DamagedDataError, RecoveryDivergedError
 from mint.server.ids import file_stem
 from mint.server.ops.readiness import Readiness
@@ -247,7 +247,7 @@ def test_rows_and_files_of_an_older_mint_without_checksums_are_read(tmp_path: Pa
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness, str]]:
     """A small model of the real engine, with everything that is stored of it. No flip leaves a trace."""
-    harness = Harness(open_service(tmp_path_factory.mktemp("trained"), engine=TorchEngine()))
+    harness = Harness(open_service(tmp_path_factory.mktemp("trained"), engine=torch_engine()))
     model_id = harness.create_model(rank=2)
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     harness.run("optim_step", model_id, 2, STEP)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from default_engine import fake_engine
 from service_harness import (
     GOOD_PASS,
     STEP,
@@ -67,7 +68,7 @@ def test_models_may_be_lost_in_any_call_and_nothing_accepted_fails(tmp_path: Pat
 
 def test_another_model_that_was_lost_with_it_goes_on_too(tmp_path: Path) -> None:
     digests = []
-    for name, engine in (("clean", FakeEngine()), ("lost", Loses(8))):
+    for name, engine in (("clean", fake_engine()), ("lost", Loses(8))):
         harness = Harness(open_service(tmp_path / name, engine=engine))
         models = [harness.create_model(number, seed=number) for number in range(2)]
         for seq_id in (1, 3):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine
 from service_harness import (
     GOOD_PASS,
     STEP,
@@ -97,7 +98,7 @@ def test_any_call_of_the_engine_may_lack_memory_and_nothing_accepted_fails(
 @pytest.mark.parametrize("first", range(1, 5))
 def test_a_sample_waits_for_memory_and_is_drawn_as_without_the_wait(tmp_path: Path, first: int) -> None:
     drawn = []
-    for name, engine in (("clean", FakeEngine()), ("short", ShortOfMemory(first, 2))):
+    for name, engine in (("clean", fake_engine()), ("short", ShortOfMemory(first, 2))):
         service = open_service(tmp_path / name, engine=engine)
         harness = Harness(service)
         sampler = make_sampler(harness)

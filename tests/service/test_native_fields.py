@@ -13,11 +13,11 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 from pydantic import BaseModel
 from service_harness import BASE, datum
 
-from mint.engine.fake_engine import FakeEngine
 from mint.types.value_classes import ArrayValue
 from mint.wire import requests
 
@@ -67,7 +67,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    server = http_server(tmp_path_factory.mktemp("fields"), engine=FakeEngine())
+    server = http_server(tmp_path_factory.mktemp("fields"), engine=fake_engine())
     with server as url, httpx.Client(base_url=f"{url}/api/v1/", timeout=60) as http:
         yield Lab(http)
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from default_engine import fake_engine
 from service_harness import GOOD_PASS, STEP, Harness, Op, open_service, script, send_op
 from waiting import wait_until
 
@@ -36,7 +37,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def check(found: Path, harness: Harness, model_id: str, seen: dict[int, bytes]) -> None:
     """That everything acknowledged so far is there, or becomes so again, and leads to the same state."""
-    service = open_service(found, engine=FakeEngine())
+    service = open_service(found, engine=fake_engine())
     try:
         again = Harness(service, harness.session_id)
         assert {i: again.answer(f"{model_id}:{i + 1}") for i in seen} == seen

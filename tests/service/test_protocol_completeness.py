@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from default_engine import fake_engine
 from http_server import http_server
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, make_sampler, open_service, send_sample
 
@@ -35,7 +36,7 @@ from mint.wire.requests import ForwardBackwardRequest
 
 @pytest.fixture
 def http(tmp_path: Path) -> Iterator[httpx.Client]:
-    with http_server(tmp_path / "data", engine=FakeEngine()) as url, httpx.Client(base_url=f"{url}/api/v1/") as client:
+    with http_server(tmp_path / "data", engine=fake_engine()) as url, httpx.Client(base_url=f"{url}/api/v1/") as client:
         yield client
 
 
@@ -116,7 +117,7 @@ def test_what_is_not_offered_is_refused_with_a_sentence(http: httpx.Client, meth
 
 
 def test_a_client_that_polls_too_early_is_told_its_place_in_the_queue(tmp_path: Path) -> None:
-    server = http_server(tmp_path, engine=FakeEngine(), long_poll_s=0.05)
+    server = http_server(tmp_path, engine=fake_engine(), long_poll_s=0.05)
     with server as url, httpx.Client(base_url=f"{url}/api/v1/") as http:
         model_id = made_model(http)
         promise = http.post("optim_step", json={"model_id": model_id, "seq_id": 4}).json()

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from default_engine import fake_engine, torch_engine
 from service_harness import BASE, Harness, failure, open_service
 
 from mint import wire
-from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import SampleBatch, SampleResult
-from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, RequestFailedError, from_wire
 from mint.server.callers import LOCAL
 from mint.server.queue.futures import FutureResult
@@ -34,7 +33,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 @pytest.fixture(params=["fake", "torch"], scope="module")
 def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    engine = FakeEngine() if request.param == "fake" else TorchEngine(threads=1, device="cpu")
+    engine = fake_engine() if request.param == "fake" else torch_engine(threads=1, device="cpu")
     service = open_service(tmp_path_factory.mktemp("data"), engine=engine)
     harness = Harness(service)
     made = {"session_id": harness.session_id, "sampling_session_seq_id": 0, "base_model": BASE}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import fake_engine, torch_engine
 from service_harness import GOOD_PASS, STEP, Harness, datum, make_sampler, open_service, pass_body
 from waiting import wait_until
 
@@ -28,7 +29,6 @@ from mint.engine.protocol import (
     TokenListener,
     TrainDatum,
 )
-from mint.engine.torch_engine import TorchEngine
 from mint.server.callers import LOCAL, Caller
 from mint.server.queue.queue import RequestQueue
 from mint.server.queue.scheduler import Lane
@@ -295,7 +295,7 @@ def rounds(harness: Harness, number: int, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["fake", "torch"])
 def test_eight_tenants_at_once_get_the_bits_that_each_gets_alone(tmp_path: Path, kind: str) -> None:
-    engine = FakeEngine() if kind == "fake" else TorchEngine(threads=1, device="cpu")
+    engine = fake_engine() if kind == "fake" else torch_engine(threads=1, device="cpu")
     steps = 3 if kind == "fake" else 2
     alone = {}
     service = open_service(tmp_path / "alone", engine=engine)

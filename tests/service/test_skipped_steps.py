@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import torch_engine
 from service_harness import Harness, datum, failure, open_service, pass_body
 
-from mint.engine.torch_engine import TorchEngine
 from mint.errors import StepRefusedError
 from mint.server.worker import snapshots
 
@@ -23,7 +23,7 @@ OVERFLOW = pass_body(  # the ratio to the sampler's probability of the second da
 
 
 def started(folder: Path, session_id: str | None = None) -> Harness:
-    return Harness(open_service(folder, engine=TorchEngine(dtype="float32", threads=1)), session_id)
+    return Harness(open_service(folder, engine=torch_engine(dtype="float32", threads=1)), session_id)
 
 
 def step(harness: Harness, model_id: str, seq_id: int, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import torch_engine
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service, stored
 from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import LoraSpec
-from mint.engine.torch_engine import TorchEngine
 from mint.errors import MintError, QuotaExceededError
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import folder_bytes
@@ -172,7 +172,7 @@ def test_the_files_of_a_models_snapshots_take_what_is_counted_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "is_due", lambda times, *, is_small: True)
-    service = open_service(tmp_path, engine=TorchEngine(dtype="float32", threads=1))
+    service = open_service(tmp_path, engine=torch_engine(dtype="float32", threads=1))
     ann = Harness(service, caller=owner_with(1 << 40))
     model_id = ann.create_model()
     folder = tmp_path / "snapshots"

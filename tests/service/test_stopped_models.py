@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_engine import torch_engine
 from service_harness import GOOD_PASS, STEP, Harness, datum, failure, make_sampler, open_service, pass_body
 from typer.testing import CliRunner, Result
 
@@ -206,7 +207,7 @@ def test_a_damaged_request_is_given_up_with_what_follows_the_snapshot(tmp_path: 
 
 def test_a_snapshot_with_a_flipped_bit_is_not_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 20 << 20)  # every step is saved
-    harness = Harness(open_service(tmp_path, engine=TorchEngine(dtype="float32", threads=1), is_server=True))
+    harness = Harness(open_service(tmp_path, engine=torch_engine(dtype="float32", threads=1), is_server=True))
     model_id = harness.create_model()
     digests = [step(harness, model_id, seq_id) for seq_id in (1, 3, 5)]
     harness.service.stop()
@@ -217,12 +218,12 @@ def test_a_snapshot_with_a_flipped_bit_is_not_gone_back_to(tmp_path: Path, monke
     journal = Journal(tmp_path / JOURNAL_FILE)
     journal.database.write("UPDATE jobs SET payload = x'00' WHERE seq_id = 5")  # so that it cannot be replayed, either
     journal.close()
-    harness = reopened(tmp_path, harness.session_id, TorchEngine(dtype="float32", threads=1))
+    harness = reopened(tmp_path, harness.session_id, torch_engine(dtype="float32", threads=1))
     failure(lambda: harness.restore(model_id))
     harness.service.stop()
     decided = done(model_id, "--at-snapshot", "--data-dir", str(tmp_path))
     assert decided["snapshot"] == 4 and decided["checkpoint"].endswith("/weights/recovered-4")
-    harness = reopened(tmp_path, harness.session_id, TorchEngine(dtype="float32", threads=1))
+    harness = reopened(tmp_path, harness.session_id, torch_engine(dtype="float32", threads=1))
     harness.restore(model_id)
     assert harness.digest(model_id) == digests[1]
     harness.service.stop()

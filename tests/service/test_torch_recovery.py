@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from default_engine import torch_engine
 from service_harness import Harness, datum, failure, open_service, pass_body
 
 from mint.engine.devices import Device
@@ -34,7 +35,12 @@ class NoMemory:
 
 
 def torch_service(data_dir: Path, implementation: Literal["mint", "transformers"] = "mint") -> Any:
-    return open_service(data_dir, engine=TorchEngine(dtype="float32", threads=1, implementation=implementation))
+    return open_service(data_dir, engine=torch_engine(dtype="float32", threads=1, implementation=implementation))
+
+
+def service_alone(data_dir: Path) -> Any:
+    """Its engine is in this process, also with `--cluster`: tests change what it finds."""
+    return open_service(data_dir, engine=TorchEngine(dtype="float32", threads=1))
 
 
 def train(harness: Harness, model_id: str, steps: range) -> list[tuple[Any, str]]:
@@ -78,7 +84,7 @@ def test_a_pass_that_was_split_for_lack_of_memory_is_replayed_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
-    harness = Harness(torch_service(tmp_path))
+    harness = Harness(service_alone(tmp_path))
     model_id = harness.create_model()
     train(harness, model_id, range(2))
     data = [datum(*range(20 + row, 60 + row)) for row in range(6)]
@@ -87,11 +93,11 @@ def test_a_pass_that_was_split_for_lack_of_memory_is_replayed_to_the_same_bits(
         output = harness.run("forward_backward", model_id, 7, pass_body(*data))
     assert output["metrics"]["memory_retries:sum"] == 2  # computed again, then cut in half
     harness.service.stop()
-    harness = Harness(torch_service(tmp_path), harness.session_id)
+    harness = Harness(service_alone(tmp_path), harness.session_id)
     digest = harness.run("optim_step", model_id, 8, STEP)["state_digest"]
     harness.service.stop()
 
-    other = Harness(torch_service(tmp_path / "other"))
+    other = Harness(service_alone(tmp_path / "other"))
     name = other.create_model()
     train(other, name, range(2))
     with monkeypatch.context() as shortage:
@@ -109,13 +115,13 @@ def test_a_machine_with_more_memory_replays_the_passes_of_a_small_one_to_the_sam
     digests = []
     for folder, memories in (("moved", (1 << 20, 64 << 30)), ("stayed", (1 << 20, 1 << 20))):
         monkeypatch.setattr(Device, "memory_bytes", property(lambda _, memory=memories[0]: memory))
-        harness = Harness(torch_service(tmp_path / folder))
+        harness = Harness(service_alone(tmp_path / folder))
         model_id = harness.create_model()
         train(harness, model_id, range(2))
         harness.run("forward_backward", model_id, 7, pass_body(*data))  # 1,390 tokens, in micro-batches of 256 rows
         harness.service.stop()
         monkeypatch.setattr(Device, "memory_bytes", property(lambda _, memory=memories[1]: memory))
-        harness = Harness(torch_service(tmp_path / folder), harness.session_id)
+        harness = Harness(service_alone(tmp_path / folder), harness.session_id)
         digests.append(harness.run("optim_step", model_id, 8, STEP)["state_digest"])
         harness.service.stop()
     assert digests[0] == digests[1]
@@ -126,11 +132,11 @@ def test_a_shortage_of_memory_during_a_replay_does_not_give_the_model_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
-    harness = Harness(torch_service(tmp_path))
+    harness = Harness(service_alone(tmp_path))
     model_id = harness.create_model()
     (*_, (_, digest)) = train(harness, model_id, range(2))
     harness.service.stop()
-    harness = Harness(torch_service(tmp_path), harness.session_id)
+    harness = Harness(service_alone(tmp_path), harness.session_id)
     with monkeypatch.context() as shortage:
         shortage.setattr(Mlp, "backward", staticmethod(NoMemory(times=1000)))
         assert isinstance(failure(lambda: harness.restore(model_id)), OutOfMemoryError)
@@ -145,7 +151,7 @@ def test_a_journal_with_digests_of_an_older_form_is_replayed_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int, is_sound: bool
 ) -> None:
     monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_state_bytes)
-    harness = Harness(torch_service(tmp_path))
+    harness = Harness(service_alone(tmp_path))
     model_id = harness.create_model()
     real = TorchEngine.state_digest
     with monkeypatch.context() as older:
@@ -159,7 +165,7 @@ def test_a_journal_with_digests_of_an_older_form_is_replayed_and_checked(
         journal.database.write("UPDATE models SET settings_sha256 = NULL")
         journal.database.write("DELETE FROM snapshots WHERE seq_id > 6")
         journal.close()
-    harness = Harness(torch_service(tmp_path), harness.session_id)
+    harness = Harness(service_alone(tmp_path), harness.session_id)
     if is_sound:
         harness.restore(model_id)
         assert harness.engine.state_digest(model_id, like=digest) == digest
@@ -219,7 +225,7 @@ def test_a_journal_of_the_older_sum_is_replayed_in_its_order(
     journal.database.write("UPDATE models SET settings_sha256 = NULL")  # else a request without checksum is damage
     journal.close()
 
-    harness = Harness(torch_service(tmp_path / "cut"), harness.session_id)
+    harness = Harness(service_alone(tmp_path / "cut"), harness.session_id)
     if order is None:
         assert harness.run("optim_step", model_id, 8, STEP)["state_digest"] == digest
     else:  # the two sums do differ here, and a replay notices it

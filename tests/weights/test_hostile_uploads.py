@@ -34,10 +34,10 @@ from archive_maker import (
     tar,
     tar_gz,
 )
+from default_engine import fake_engine
 from http_server import http_server
 from waiting import HANG_S
 
-from mint.engine.fake_engine import FakeEngine
 from mint.errors import MintError
 from mint.server.service.uploads import import_checkpoint
 from mint.server.store.journal import Journal
@@ -57,7 +57,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir = tmp_path_factory.mktemp("data")
-    with http_server(data_dir, engine=FakeEngine()) as url:
+    with http_server(data_dir, engine=fake_engine()) as url:
         warm_up, content_type = multipart(_config(r=5))  # the first look at a base model loads libraries
         httpx.post(
             f"{url}/api/v1/checkpoints/upload",

@@ -1,0 +1,84 @@
+"""The engine of a test's service, fake or torch's. With `--cluster local` it is a cluster on this machine: the same
+tests then run on two ranks, which are real processes of Ray and do every request.
+
+A new service gets a cluster without models: one whose service is gone, or else another one.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mint.engine.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from mint.cluster.engine import ClusterEngine
+
+RANKS = 2
+MICRO_BATCH_ROWS = 1024
+
+_is_cluster = [False]
+_free: defaultdict[str, list[ClusterEngine]] = defaultdict(list)
+
+
+def use_clusters() -> None:
+    """From now on, the engines are clusters. Called before ray is imported."""
+    from mint.config import prepare_ray  # deferred: most runs need none of it
+
+    prepare_ray()
+    _is_cluster[0] = True
+
+
+def fake_engine() -> Any:
+    """An engine that holds hash chains instead of models."""
+    if not _is_cluster[0]:
+        return FakeEngine()
+    return _cluster("fake", partial(FakeEngine, lanes=2), lambda _peers: FakeEngine())
+
+
+def torch_engine(**settings: Any) -> Any:
+    """torch's engine with these settings, which must have no paths or functions."""
+    from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
+
+    if not _is_cluster[0]:
+        return TorchEngine(**settings)
+    given = {"device": "cpu", "micro_batch_rows": MICRO_BATCH_ROWS, **settings}
+
+    def open_rank(peers: Any) -> Any:  # sent by value: ranks cannot import this module
+        return TorchEngine(peers=peers, **given)
+
+    return _cluster(repr(sorted(given.items())), lambda: TorchEngine(**given), open_rank)
+
+
+class _Lent:
+    """A cluster that one service uses. It is free again once nothing refers to this object any more."""
+
+    def __init__(self, kind: str, engine: ClusterEngine) -> None:
+        self._engine = engine
+        weakref.finalize(self, _free[kind].append, engine)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        """Does nothing: the ranks wait for the next service."""
+
+
+def _cluster(kind: str, open_own: Callable[[], Any], open_rank: Callable[[Any], Any]) -> Any:
+    from mint.cluster.engine import ClusterEngine  # deferred: ray takes seconds to import
+    from mint.cluster.local_sampling import LocalSampling
+
+    own = open_own()
+    if not _free[kind]:
+        gc.collect()  # a service and its threads refer to each other
+    if not _free[kind]:
+        return _Lent(kind, ClusterEngine(own, open_rank, RANKS))
+    engine = _free[kind].pop()
+    for model_id in list(engine._models):
+        engine.drop_model(model_id)
+    engine._own, engine._sampling, engine._paths = own, LocalSampling(own), {}
+    return _Lent(kind, engine)
