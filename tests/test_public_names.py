@@ -269,11 +269,9 @@ def test_a_twin_that_gives_the_result_itself_says_so_at_runtime() -> None:
 
 def test_the_settings_are_exactly_these() -> None:
     assert sorted(Settings.model_fields) == [
-        "api_key", "base_url", "batch_invariant", "cluster", "collective_timeout_s", "device",
-        "disk_reserve_mib", "dtype", "gpu_off", "home", "instructions", "judge_api_key", "kv_cache_mib", "lease_s",
-        "lora_cache_mib",
-        "micro_batch_rows", "model_memory_mib", "models", "native", "offload_activations", "project_id", "quantize",
-        "recompute",
-        "sampler", "sampler_api_key", "sampler_folder", "samplers", "shard_base", "tags", "tensor_parallel",
-        "threads", "trainers", "unnamed_samplers",
+        "api_key", "base_url", "batch_invariant", "cluster", "collective_timeout_s", "device", "disk_reserve_mib",
+        "dtype", "expert_parallel", "gpu_off", "home", "instructions", "judge_api_key", "kv_cache_mib", "lease_s",
+        "lora_cache_mib", "micro_batch_rows", "model_memory_mib", "models", "native", "offload_activations",
+        "project_id", "quantize", "recompute", "reductions", "sampler", "sampler_api_key", "sampler_folder",
+        "samplers", "shard_base", "tags", "tensor_parallel", "threads", "trainers", "unnamed_samplers",
     ]  # fmt: skip

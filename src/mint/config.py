@@ -23,6 +23,8 @@
 | `MINT_SAMPLERS` | how many processes sample beside them; `0`: the one that serves does | `0` |
 | `MINT_SHARD_BASE` | with a cluster: processes that train divide the layers of the base; same results | off |
 | `MINT_TENSOR_PARALLEL` | layers are cut into fixed chunks, which 1, 2, 4 or 8 processes that train divide | uncut |
+| `MINT_EXPERT_PARALLEL` | with a cluster: processes that train divide the experts of the base; same results | off |
+| `MINT_REDUCTIONS` | with a cluster: `exact` (same results on any number of processes) or `ordinary` | `exact` |
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
 | `MINT_LEASE_S` | in another's Ray cluster: seconds for which a server's processes live on without it | `120` |
 | `MINT_SAMPLER` | what samples, separated by commas: `vllm=http://HOST:PORT`, or `workers` that join | none |
@@ -55,6 +57,8 @@
 | `MINT_SERVE_CLUSTER`, `MINT_SERVE_TRAINERS`, `MINT_SERVE_SAMPLERS` | as the variables without `SERVE` | those |
 | `MINT_SERVE_SHARD_BASE` | as `MINT_SHARD_BASE` | that |
 | `MINT_SERVE_TENSOR_PARALLEL` | as `MINT_TENSOR_PARALLEL` | that |
+| `MINT_SERVE_EXPERT_PARALLEL` | as `MINT_EXPERT_PARALLEL` | that |
+| `MINT_SERVE_REDUCTIONS` | as `MINT_REDUCTIONS` | that |
 | `MINT_SERVE_SAMPLER`, `MINT_SERVE_SAMPLER_FOLDER` | as the variables without `SERVE` | those |
 | `MINT_SERVE_MIRROR` | the object storage that gets a copy of the data | none |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
@@ -141,6 +145,9 @@ def _gpu_paths(text: str) -> str:
 TensorParallel = Annotated[int, AfterValidator(_tensor_parallel)]
 """How many processes compute each layer together."""
 
+Reductions = Literal["exact", "ordinary"]
+"""In which order processes add up: in a fixed one, or in that of the library, which depends on their number."""
+
 Samplers = Annotated[str, AfterValidator(_samplers)]
 """Model servers that sample, separated by commas; `workers`: those that join."""
 
@@ -178,6 +185,8 @@ class Settings(BaseSettings):
     samplers: int = Field(0, ge=0, le=64)
     shard_base: bool = False
     tensor_parallel: TensorParallel | None = None
+    expert_parallel: bool = False
+    reductions: Reductions = "exact"
     collective_timeout_s: float = Field(30.0, gt=0)
     lease_s: float = Field(120.0, ge=10, le=86_400)
     sampler: Samplers = ""
@@ -301,6 +310,8 @@ class ServeSettings(BaseSettings):
     samplers: int | None = Field(None, ge=0, le=64)
     shard_base: bool | None = None
     tensor_parallel: TensorParallel | None = None
+    expert_parallel: bool | None = None
+    reductions: Reductions | None = None
     sampler: Samplers | None = None
     sampler_folder: Path | None = None
     mirror: str | None = None
@@ -340,7 +351,7 @@ class ServeSettings(BaseSettings):
         Raises:
             InvalidRequestError: they say how a cluster is to be, and none is asked for.
         """
-        of_cluster = ("trainers", "samplers", "shard_base", "tensor_parallel")
+        of_cluster = ("trainers", "samplers", "shard_base", "tensor_parallel", "expert_parallel", "reductions")
         given = {name: getattr(self, name) for name in ("cluster", *of_cluster, "sampler", "sampler_folder")}
         merged = base.model_copy(update={name: value for name, value in given.items() if value is not None})
         for name in of_cluster:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from engine_data import ADAM, LORA, datum
 
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism
 from mint.cluster.engine import ClusterEngine
 from mint.cluster.ray_runtime import HERE, Place
 from mint.engine.protocol import Engine, SampleJob, StopRule, resolve_loss
@@ -18,9 +19,9 @@ ROWS = 64
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 8
 
 
-def torch_engine(*, dtype: Any = "float32", chunked: bool = False) -> TorchEngine:
+def torch_engine(*, dtype: Any = "float32", **given: Any) -> TorchEngine:
     """An engine of one process."""
-    return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS, chunked=chunked)
+    return TorchEngine(dtype=dtype, threads=1, device="cpu", micro_batch_rows=ROWS, **given)
 
 
 def cluster(
@@ -30,17 +31,17 @@ def cluster(
     dtype: Any = "float32",
     rank_dtype: Any = None,
     place: Place = HERE,
-    tensor_parallel: int | None = None,
+    parallelism: Parallelism = ALIKE,
 ) -> ClusterEngine:
     """`trainers` ranks and `samplers` replicas, beside this process. `rank_dtype` is another one for all of them."""
-    chunked = tensor_parallel is not None
+    given = parallelism.engine_settings
 
     def open_rank(peers: Peers) -> TorchEngine:  # sent by value: ranks cannot import this module
-        given = {"dtype": rank_dtype or dtype, "micro_batch_rows": ROWS, "chunked": chunked}
-        return TorchEngine(threads=1, device="cpu", peers=peers, **given)
+        own = {"dtype": rank_dtype or dtype, "micro_batch_rows": ROWS, **given}
+        return TorchEngine(threads=1, device="cpu", peers=peers, **own)
 
-    own = torch_engine(dtype=dtype, chunked=chunked)
-    return ClusterEngine(own, open_rank, trainers, samplers=samplers, place=place, tensor_parallel=tensor_parallel)
+    own = torch_engine(dtype=dtype, **given)
+    return ClusterEngine(own, open_rank, trainers, samplers=samplers, place=place, parallelism=parallelism)
 
 
 def open_model(engine: Engine, folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from engine_data import ADAM, LORA, random_data
 
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism
 from mint.cluster.sums import Ranks
 from mint.engine import training_pass
 from mint.engine.protocol import MicroBatching, ModelState, PassResult, resolve_loss
@@ -37,14 +38,14 @@ def run_rank(rank: int, world: int, store: Path, function: Callable[..., Any], a
 
 def total_of(leaves: np.ndarray, costs: Sequence[int]) -> tuple[range, np.ndarray]:
     """The range of this rank, and the sum of all `leaves` [count, size]."""
-    division = Ranks().divide(costs)
+    division = Ranks(ALIKE).divide(costs)
     sums = partial_sums(len(leaves), division.own, lambda index: torch.from_numpy(leaves[index]))
     return division.own, division.total(sums, leaves.shape[1]).numpy()
 
 
 def join_of(values: Sequence[np.ndarray], costs: Sequence[int]) -> np.ndarray:
     """The values of all micro-batches, from those of this rank."""
-    division = Ranks().divide(costs)
+    division = Ranks(ALIKE).divide(costs)
     own = np.concatenate([np.empty(0), *(values[index] for index in division.own)])
     return division.join(own, [len(each) for each in values])
 
@@ -76,10 +77,9 @@ def train_steps(
 
 
 def train_on_ranks(
-    folder: Path, *arguments: Any, shards: bool = False, tensor_parallel: int | None = None, **options: Any
+    folder: Path, *arguments: Any, parallelism: Parallelism = ALIKE, **options: Any
 ) -> tuple[list[str], list[PassResult], ModelState]:
-    peers = Ranks(shards=shards, tensor_parallel=tensor_parallel)
-    return train_steps(engine_with(peers, folder, **options), *arguments)
+    return train_steps(engine_with(Ranks(parallelism), folder, **options), *arguments)
 
 
 def train_while(folder: Path, rank: int, error: Exception) -> tuple[MicroBatching | None, str, str]:
@@ -97,7 +97,7 @@ def train_while(folder: Path, rank: int, error: Exception) -> tuple[MicroBatchin
         if dist.get_rank() == rank and calls == 1:
             raise error
 
-    engine = engine_with(Ranks(), folder, rows=512)
+    engine = engine_with(Ranks(ALIKE), folder, rows=512)
     data = random_data(3, count=64, policy=True)
     loss = resolve_loss("importance_sampling")
     with patch.object(training_pass, "_run", fails):

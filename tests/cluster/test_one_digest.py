@@ -12,9 +12,19 @@ pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
 
 from clusters import cluster, grpo_step, open_model, torch_engine
 
+from mint.cluster.collectives.parallelism import Parallelism
+from mint.engine.protocol import ModelsLostError
+
 pytestmark = pytest.mark.slow
 
 STEPS = 50
+DIVISIONS = {
+    "replicated": Parallelism(),
+    "sharded": Parallelism(shards=True),
+    "experts divided": Parallelism(experts=True),
+}
+SIZES = {12: 1, 25: 4, 38: 2}
+"""The numbers of ranks, from these steps on."""
 Digests = Callable[[str, str], list[str]]
 FAMILIES = ("qwen3", "qwen3_moe")
 
@@ -42,12 +52,13 @@ def of_one_process(folders: dict[str, Path]) -> Digests:
     return run
 
 
+@pytest.mark.parametrize("division", list(DIVISIONS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("trainers", [1, 2, 3, 4])
 def test_50_steps_of_grpo_end_with_one_digest(
-    folders: dict[str, Path], of_one_process: Digests, trainers: int, dtype: str
+    folders: dict[str, Path], of_one_process: Digests, trainers: int, dtype: str, division: str
 ) -> None:
-    engine = cluster(trainers, dtype=dtype)
+    engine = cluster(trainers, dtype=dtype, parallelism=DIVISIONS[division])
     for family, folder in folders.items():
         open_model(engine, folder)
         found = [grpo_step(engine, folder, step) for step in range(STEPS)]
@@ -56,18 +67,25 @@ def test_50_steps_of_grpo_end_with_one_digest(
     engine.close()
 
 
-def test_the_number_of_ranks_may_change_in_the_middle(folders: dict[str, Path]) -> None:
-    folder = folders["qwen3"]
-    alone = torch_engine()
-    open_model(alone, folder)
-    expected = [grpo_step(alone, folder, step) for step in range(9)]
-    state, found = None, []
-    for start, trainers in ((0, 3), (3, 1), (6, 2)):
-        engine = cluster(trainers)
-        open_model(engine, folder)
-        if state is not None:
+@pytest.mark.parametrize("division", list(DIVISIONS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_number_of_ranks_may_change_in_the_middle(
+    folders: dict[str, Path], of_one_process: Digests, family: str, dtype: str, division: str
+) -> None:
+    engine, folder = cluster(3, dtype=dtype, parallelism=DIVISIONS[division]), folders[family]
+    open_model(engine, folder)
+    found = []
+    for step in range(STEPS):
+        if step in SIZES:
+            state = engine.read_state("m")
+            engine.resize(trainers=SIZES[step])
+            with pytest.raises(ModelsLostError):
+                engine.clear_gradient("m")
+            open_model(engine, folder)
             engine.write_state("m", state)
-        found += [grpo_step(engine, folder, step) for step in range(start, start + 3)]
-        state = engine.read_state("m")
-        engine.close()
-    assert found == expected
+        found.append(grpo_step(engine, folder, step))
+        if step in SIZES:
+            assert len(engine.processes) == SIZES[step]
+    engine.close()
+    assert found == of_one_process(dtype, family)

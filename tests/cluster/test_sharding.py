@@ -13,6 +13,7 @@ from engine_data import ADAM, random_data
 from rank_work import engine_with, train_on_ranks, train_steps
 from small_models import write_model
 
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.collectives.sharding import ShardedLayers
 from mint.cluster.sums import Ranks
 from mint.engine import training_pass
@@ -26,7 +27,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def sharded_steps(folder: Path, dtype: str, native: Path | None = None) -> tuple[Any, ...]:
-    digests, results, _ = train_on_ranks(folder, dtype=dtype, shards=True, native=native)
+    digests, results, _ = train_on_ranks(folder, dtype=dtype, parallelism=Parallelism(shards=True), native=native)
     return digests, [own.metrics for own in results], [[each.tobytes() for each in own.logprobs] for own in results]
 
 
@@ -41,7 +42,7 @@ def layers_of(engine: TorchEngine) -> tuple[int, int]:
 
 
 def memory_of_a_rank(folder: Path) -> tuple[int, int]:
-    engine = engine_with(Ranks(shards=True), folder)
+    engine = engine_with(Ranks(Parallelism(shards=True)), folder)
     train_steps(engine)
     return layers_of(engine)
 
@@ -49,7 +50,7 @@ def memory_of_a_rank(folder: Path) -> tuple[int, int]:
 def step_after_a_failure(folder: Path, rank: int, error: Exception) -> tuple[str, str]:
     """What happens in a pass in which the first micro-batch of one rank raises an error, and the digest of a step
     after it."""
-    engine = engine_with(Ranks(shards=True), folder)
+    engine = engine_with(Ranks(Parallelism(shards=True)), folder)
     data, loss = random_data(3, count=24, shared=8, policy=True), resolve_loss("importance_sampling")
     plain, calls = training_pass._run, 0
 

@@ -16,6 +16,7 @@ from rank_work import engine_with, train_on_ranks, train_steps
 from small_models import write_model
 
 from mint.cluster.collectives.chunk_ranks import ChunkGroup
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.sums import Ranks
 from mint.engine.chunked.chunk_shapes import chunk_count
 from mint.engine.chunked.chunked_decoder import ChunkedDecoder
@@ -50,7 +51,9 @@ def plain_values(digests: list[str], results: list[PassResult], *_: Any) -> tupl
 
 
 def divided_steps(folder: Path, tensor_parallel: int, **options: Any) -> tuple[Any, ...]:
-    return plain_values(*train_on_ranks(folder, tensor_parallel=tensor_parallel, chunked=True, **options))
+    return plain_values(
+        *train_on_ranks(folder, parallelism=Parallelism(tensor_parallel=tensor_parallel), chunked=True, **options)
+    )
 
 
 def steps_of(folder: Path, tensor_parallel: int, dtype: str, recompute: bool | None = None) -> tuple[Any, ...]:
@@ -170,7 +173,7 @@ def test_samples_have_the_logprobs_of_the_trainer_bit_for_bit(
 
 def memory_of_a_rank(folder: Path, tensor_parallel: int) -> tuple[int, int]:
     """The bytes of the matrices of layers on this rank, and how many of them every rank has."""
-    engine = engine_with(Ranks(tensor_parallel=tensor_parallel), folder, chunked=True)
+    engine = engine_with(Ranks(Parallelism(tensor_parallel=tensor_parallel)), folder, chunked=True)
     train_steps(engine)
     decoder: Any = engine._bases["base"]._trained
     assert isinstance(decoder, ChunkedDecoder)
@@ -190,7 +193,7 @@ def step_after_a_failure(
 ) -> tuple[str, str]:
     """What happens in a pass in which one rank raises an error at a sum over chunks, and the digest of that step,
     which is taken again where it failed."""
-    engine = engine_with(Ranks(tensor_parallel=tensor_parallel), folder, chunked=True)
+    engine = engine_with(Ranks(Parallelism(tensor_parallel=tensor_parallel)), folder, chunked=True)
     data, loss = random_data(3, count=24, shared=8, policy=True), resolve_loss("importance_sampling")
     plain, calls = ChunkGroup.sum, 0
 
@@ -243,7 +246,7 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(
 
 def refusal(folder: Path, tensor_parallel: int) -> str:
     try:
-        engine_with(Ranks(tensor_parallel=tensor_parallel), folder, chunked=True)
+        engine_with(Ranks(Parallelism(tensor_parallel=tensor_parallel)), folder, chunked=True)
     except InvalidRequestError as error:
         return str(error)
     return "none"

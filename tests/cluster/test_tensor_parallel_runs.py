@@ -17,6 +17,7 @@ from clusters import cluster, grpo_step, open_model, torch_engine
 from sdk_run import run
 
 import mint
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.engine import ClusterEngine
 from mint.compose.embedded import open_embedded
 from mint.engine.protocol import Engine
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def engine() -> Iterator[ClusterEngine]:
-    engine = cluster(2, tensor_parallel=2)
+    engine = cluster(2, parallelism=Parallelism(tensor_parallel=2))
     yield engine
     engine.close()
 
@@ -81,7 +82,7 @@ def test_50_steps_of_grpo_end_with_one_digest(folders: dict[str, Path]) -> None:
             expected[dtype, family] = [grpo_step(one, folder, step) for step in range(50)]
             assert len(set(expected[dtype, family])) == 50
         for trainers, tensor_parallel in ((1, 1), (2, 2), (4, 4), (4, 2)):
-            ranks = cluster(trainers, dtype=dtype, tensor_parallel=tensor_parallel)
+            ranks = cluster(trainers, dtype=dtype, parallelism=Parallelism(tensor_parallel=tensor_parallel))
             for family, folder in folders.items():
                 open_model(ranks, folder)
                 assert [grpo_step(ranks, folder, step) for step in range(50)] == expected[dtype, family]
@@ -90,7 +91,7 @@ def test_50_steps_of_grpo_end_with_one_digest(folders: dict[str, Path]) -> None:
 
 def test_ranks_that_compute_layers_together_come_in_multiples(engine: ClusterEngine) -> None:
     with pytest.raises(InvalidRequestError, match=r"trainers = 3: .*multiple of the 2"):
-        cluster(3, tensor_parallel=2)
+        cluster(3, parallelism=Parallelism(tensor_parallel=2))
     with pytest.raises(InvalidRequestError, match="multiple"):
         engine.resize(trainers=3)
     engine.resize(trainers=4)

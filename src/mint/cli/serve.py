@@ -70,6 +70,16 @@ def serve(
         int | None,
         typer.Option(help="cut layers into fixed chunks, which 1, 2, 4 or 8 of those that train compute together"),
     ] = None,
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option(help="with --cluster: those that train divide the experts of the base, and send each other rows"),
+    ] = None,
+    reductions: Annotated[
+        str | None,
+        typer.Option(
+            help="with --cluster: exact (the same results on any number of processes), or ordinary (on one number)"
+        ),
+    ] = None,
     sampler: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,6 +117,8 @@ def serve(
         "samplers": samplers,
         "shard_base": shard_base,
         "tensor_parallel": tensor_parallel,
+        "expert_parallel": expert_parallel,
+        "reductions": reductions,
         "sampler": ",".join(sampler or ()) or None,
         "sampler_folder": sampler_folder,
         "mirror": mirror,

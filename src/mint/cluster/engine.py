@@ -11,12 +11,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism, ranks
 from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
 from mint.cluster.lifetime.adoption import keep_renewing
 from mint.cluster.local_sampling import LocalSampling
@@ -84,35 +85,24 @@ class ClusterEngine:
         samplers: int = 0,
         place: Place = HERE,
         deadline_s: float = DEADLINE_S,
-        shards: bool = False,
-        tensor_parallel: int | None = None,
+        parallelism: Parallelism = ALIKE,
     ) -> None:
         """`trainers` ranks and `samplers` replicas; without replicas, the engine `own` of this process samples.
 
         `open_engine` makes the engine of a rank or a replica. The ranks start with the first model, the replicas with
         the first sample, at `place`. All ranks start again if one waits for others for `deadline_s`, and none takes a
-        step meanwhile. With `shards`, each rank holds a part of the base's layers instead of all. With
-        `tensor_parallel`, so many ranks have one copy of the base together, and compute each layer together; `own` cuts
-        its layers as they do.
+        step meanwhile. `parallelism` says how the ranks divide the work; `own` cuts its layers as they do.
 
         Raises:
-            InvalidRequestError: `tensor_parallel` does not divide `trainers`, or is given with `shards`.
+            InvalidRequestError: `parallelism` is not for so many ranks.
         """
-        self._tensor_parallel = tensor_parallel
-        self._require_divisor(trainers)
-        if shards and tensor_parallel is not None:
-            raise InvalidRequestError(
-                "divides the base already; the ranks cannot divide it twice",
-                field="tensor_parallel",
-                value=tensor_parallel,
-                remedy="Leave out --shard-base or --tensor-parallel",
-            )
+        parallelism.require_divisor(trainers)
+        self._parallelism = parallelism
         self._own = own
         self._place = place
         self._open_engine = open_engine
         self._trainers = trainers
         self._deadline_s = deadline_s
-        self._shards = shards
         self._sampling: LocalSampling | Replicas
         if samplers:
             check_base = partial(self._require_same, "a replica")
@@ -132,16 +122,19 @@ class ClusterEngine:
     def cluster_state(self) -> dict[str, Any]:
         """The number of `trainers`, how many of them are `running` (none before the first model), how often some were
         `lost`, the processes of the `ranks`, whether they divide the base (`sharded`), how many compute each layer
-        together (`tensor_parallel`; None: each alone, in one piece); with replicas, also what
-        `Replicas.state` has. Any thread may ask."""
-        ranks = self.processes
+        together (`tensor_parallel`; None: each alone, in one piece), whether they divide the experts
+        (`expert_parallel`), in which order they add up (`reductions`); with
+        replicas, also what `Replicas.state` has. Any thread may ask."""
+        running = self.processes
         own = {
             "trainers": self._trainers,
-            "running": len(ranks),
+            "running": len(running),
             "lost": self._losses,
-            "ranks": ranks,
-            "sharded": self._shards,
-            "tensor_parallel": self._tensor_parallel,
+            "ranks": running,
+            "sharded": self._parallelism.shards,
+            "tensor_parallel": self._parallelism.tensor_parallel,
+            "expert_parallel": self._parallelism.experts,
+            "reductions": self._parallelism.reductions,
         }
         return own | self._sampling.state
 
@@ -152,10 +145,18 @@ class ClusterEngine:
         not wanted any more gets no further jobs, and ends after those that it has. Any thread may call.
 
         Raises:
-            InvalidRequestError: this process samples, not replicas; or the ranks do not divide as they must.
+            InvalidRequestError: this process samples, not replicas; or the ranks do not divide as they must; or
+                another number of them would have other bits.
         """
         if trainers is not None:
-            self._require_divisor(trainers)
+            self._parallelism.require_divisor(trainers)
+            if not self._parallelism.is_exact and trainers != self._trainers:
+                raise InvalidRequestError(
+                    f"cannot be changed: with ordinary reductions the models have the bits of {ranks(self._trainers)}",
+                    field="trainers",
+                    value=trainers,
+                    remedy="Start the server with --reductions exact, and load checkpoints into new models",
+                )
         if samplers is not None:
             if not isinstance(self._sampling, Replicas):
                 raise InvalidRequestError(
@@ -193,7 +194,7 @@ class ClusterEngine:
         self._paths[name] = path
         info = self._own.load_base(name, path)
         self._sampling.load_base(name, path)
-        return info
+        return replace(info, settings={**info.settings, **self._parallelism.promise(self._trainers)})
 
     # --- the lane that trains ------------------------------------------------------------------------------------
 
@@ -340,21 +341,6 @@ class ClusterEngine:
             self._require_same(f"rank {rank}", info)
         self._bases.add(base)
 
-    def _require_divisor(self, trainers: int) -> None:
-        """Checks that so many ranks can be divided in groups that compute each layer together.
-
-        Raises:
-            InvalidRequestError: they cannot.
-        """
-        size = self._tensor_parallel or 1
-        if trainers % size:
-            raise InvalidRequestError(
-                f"is no multiple of the {size} ranks that compute each layer together",
-                field="trainers",
-                value=trainers,
-                remedy="Give a multiple of --tensor-parallel",
-            )
-
     def _require_same(self, process: str, info: BaseInfo) -> None:
         """Checks that a base has in another process the settings that it has here.
 
@@ -413,8 +399,7 @@ class ClusterEngine:
             wanted,
             place=self._place,
             deadline_s=self._deadline_s,
-            shards=self._shards,
-            tensor_parallel=self._tensor_parallel,
+            parallelism=self._parallelism,
         )
 
     def _guard(self, call: Any) -> Any:

@@ -20,6 +20,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mint.cluster.answers import Answer
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism
 from mint.cluster.collectives.progress import Watch
 from mint.cluster.lifetime.adoption import adopt_ranks, new_group, rank_name
 from mint.cluster.lifetime.lease import Crew, SupersededError
@@ -65,13 +66,10 @@ class RankGroup:
         place: Place = HERE,
         silence_s: float = SILENCE_S,
         deadline_s: float = DEADLINE_S,
-        shards: bool = False,
-        tensor_parallel: int | None = None,
+        parallelism: Parallelism = ALIKE,
     ) -> None:
         """Starts `world` ranks, or fewer if there is no room for so many; returns when all have joined. Starts Ray
-        first, if it does not run. With `shards`, they divide the layers of base models. With
-        `tensor_parallel`, so many neighbours divide each layer, and compute it together: their number divides that of
-        the ranks, also if there are fewer than wanted.
+        first, if it does not run. `parallelism` says how they divide the work, also if there are fewer than wanted.
 
         Raises:
             RankLostError: a rank has died as it started, or there is no room for one.
@@ -88,7 +86,7 @@ class RankGroup:
             start_ray(place)
             if place.crew is not None and self._adopt(place.crew, world):
                 return
-            name, self._placement = _place(place, world, tensor_parallel or 1)
+            name, self._placement = _place(place, world, parallelism.step(world))
         except RayStartError as error:
             raise RankLostError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
@@ -96,15 +94,11 @@ class RankGroup:
         # A thread gives signs of life, beside the one that works.
         remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
         where = PlacementGroupSchedulingStrategy(self._placement)
-        given = {
-            "shards": shards,
-            "tensor_parallel": tensor_parallel,
-            "crew": place.crew,
-            "group": name,
-        }
+        given = {"crew": place.crew, "group": name}
         for rank in range(world):
             named = {} if place.crew is None else place.named(rank_name(place.crew, name, rank, world))
-            self._ranks.append(remote.options(scheduling_strategy=where, **named).remote(open_engine, **given))
+            actor = remote.options(scheduling_strategy=where, **named)
+            self._ranks.append(actor.remote(open_engine, parallelism, **given))
         try:
             if place.is_local:
                 meeting = f"file://{self._folder / 'store'}"
@@ -232,7 +226,7 @@ def _place(place: Place, world: int, step: int) -> tuple[str, Any]:
         remove_placement_group(placement)
         fewer = min(world - 1, place.free(RANK)) // step * step
         if fewer < 1:
-            needed = "a rank" if step == 1 else f"{step} ranks, which divide each layer"
+            needed = "a rank" if step == 1 else f"{step} ranks, which start together"
             raise RankLostError(f"Ray has no {place.takes(RANK)} free for {needed}")
         log.warning("there is no room for %d ranks, so %d train together; the results are the same", world, fewer)
         world = fewer

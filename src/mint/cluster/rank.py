@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 
 from mint.cluster.answers import Answer, portable
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.collectives.progress import Progress, Report
 from mint.cluster.lifetime.adoption import remove_group
 from mint.cluster.lifetime.lease import Crew, ServerLease
@@ -39,15 +40,13 @@ class Rank:
     def __init__(
         self,
         open_engine: OpenEngine,
+        parallelism: Parallelism,
         *,
-        shards: bool,
-        tensor_parallel: int | None,
         crew: Crew | None = None,
         group: str = "",
     ) -> None:
-        """With `shards`, the ranks divide the layers of base models. With `tensor_parallel`, so many neighbours divide
-        each layer, and compute it together. With a `crew`, the rank lives on without its server, until its lease is
-        over; then it gives back the place of its `group`."""
+        """`parallelism` says how the ranks divide the work. With a `crew`, the rank lives on without its server, until
+        its lease is over; then it gives back the place of its `group`."""
         self._lease: ServerLease | None = None
         if crew is not None:
             self._lease = ServerLease(crew.incarnation, crew.lease_s, on_end=partial(remove_group, group))
@@ -55,8 +54,7 @@ class Rank:
         self._open_engine = open_engine
         self._engine: Engine | None = None
         self._progress = Progress()
-        self._shards = shards
-        self._tensor_parallel = tensor_parallel
+        self._parallelism = parallelism
 
     def meeting(self) -> str:
         """Where all ranks of a group on several machines meet: an address of this process."""
@@ -70,8 +68,7 @@ class Rank:
             if interface is not None:
                 use_interface(interface)
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-            peers = Ranks(self._progress, shards=self._shards, tensor_parallel=self._tensor_parallel)
-            self._engine = self._open_engine(peers)
+            self._engine = self._open_engine(Ranks(self._parallelism, self._progress))
         except Exception as error:  # the boundary, as in `run`
             log.exception("the rank could not start")
             return Answer(error=portable(error))

@@ -3,7 +3,7 @@
 The sum keeps the order of one process. Each rank has summed the largest nodes of the tree within its range
 (`engine/reductions/gradient_sum.py`). Every rank gets one slice of all nodes (all-to-all) and joins them in the order
 of the tree. Then the joined slices are gathered. A rank sends about twice the gradient, as a ring all-reduce would. An
-ordinary all-reduce adds in an order that depends on the number of ranks, and so gives other bits.
+ordinary all-reduce adds in an order that depends on the number of ranks, and so gives other bits: a setting.
 
 Runs on `torch.distributed`; knows neither Ray nor engines.
 """
@@ -20,12 +20,16 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.cluster.collectives.chunk_ranks import ChunkGroup, RankChunks
+from mint.cluster.collectives.expert_ranks import ExpertRanks
 from mint.cluster.collectives.layer_edges import CountedLayers
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.collectives.progress import Progress
 from mint.cluster.collectives.sharding import ShardedLayers
 from mint.cluster.ranges import divide
+from mint.engine.lora import LoraWeights
 from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.division import ALONE, Division, PassOutcome
@@ -36,21 +40,19 @@ from mint.errors import InvalidRequestError
 class Ranks:
     """`Peers` over the default process group, which is a gloo group; tensors are in the memory of the CPU."""
 
-    def __init__(
-        self, progress: Progress | None = None, *, shards: bool = False, tensor_parallel: int | None = None
-    ) -> None:
-        """`progress` counts what this rank does. With `shards`, the ranks divide the matrices of layers. With
-        `tensor_parallel`, so many neighbours divide the chunks of layers, and run the same micro-batches; their number
-        divides that of all ranks."""
+    def __init__(self, parallelism: Parallelism, progress: Progress | None = None) -> None:
+        """`parallelism` says how the ranks divide the work: with `tensor_parallel`, that many neighbours divide the
+        chunks of layers, and run the same micro-batches. `progress` counts what this rank does."""
+        self._parallelism = parallelism
         self._progress = Progress() if progress is None else progress
-        self._shards = shards
         self._copies = _Copies.alone()
         self._chunk_group: ChunkGroup | None = None
-        if tensor_parallel is not None and tensor_parallel > 1:
-            self._copies, neighbours = _new_groups(tensor_parallel)
-            self._chunk_group = ChunkGroup(neighbours, self._progress)
+        if parallelism.tensor_parallel is not None and parallelism.tensor_parallel > 1:
+            self._copies, neighbours = _new_groups(parallelism.tensor_parallel)
+            self._chunk_group = ChunkGroup(neighbours, self._progress, is_exact=parallelism.is_exact)
         self._rounds = 0  # of this pass that are left
         self._gathered: ShardedLayers | None = None
+        self._experts: ExpertRanks | None = None
         self._with_gradient = False
 
     def divide(self, costs: Sequence[int]) -> Division:
@@ -58,7 +60,8 @@ class Ranks:
         copies = self._copies
         if copies.count == 1:
             return ALONE.divide(costs)
-        return _DividedPass(divide(costs, copies.count), copies.own, self._progress, copies.group)
+        kind = _DividedPass if self._parallelism.is_exact else _OrdinaryPass
+        return kind(divide(costs, copies.count), copies.own, self._progress, copies.group)
 
     def worst(self, own: PassOutcome) -> PassOutcome:
         """The worst outcome of all ranks."""
@@ -67,13 +70,18 @@ class Ranks:
                 pass
         if self._chunk_group is not None:
             own = self._chunk_group.worst(own)
+        if self._experts is not None:
+            own = self._experts.worst(own)
         worst = torch.tensor(int(own))
         with self._progress.waiting():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return PassOutcome(int(worst))
 
-    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
+    def begin(self, most: int, source: LayerSource | None, lora: LoraWeights, *, with_gradient: bool) -> None:
         """See `Peers`."""
+        self._experts = source if isinstance(source, ExpertRanks) else None
+        if self._experts is not None:
+            self._experts.begin(lora)
         self._gathered = source if isinstance(source, ShardedLayers) else None
         self._rounds = 0 if self._gathered is None else most
         self._with_gradient = with_gradient
@@ -88,9 +96,11 @@ class Ranks:
         self._progress.advance()
 
     def layer_source(self) -> LayerSource:
-        """Divides the layers of a base, or counts them only."""
+        """Divides the layers of a base or their experts, or counts them only."""
         world = dist.get_world_size()
-        if not self._shards or world == 1:
+        if self._parallelism.experts and world > 1:
+            return ExpertRanks(self._progress)
+        if not self._parallelism.shards or world == 1:
             return CountedLayers(self._progress)
         return ShardedLayers(world, self._progress)
 
@@ -189,3 +199,16 @@ class _DividedPass:
             dist.all_gather_into_tensor(gathered, own, group=self.group)
         parts = gathered.split(longest) if longest else [gathered] * len(counts)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).numpy()
+
+
+class _OrdinaryPass(_DividedPass):
+    """Adds up in the order of the library, which depends on the number of ranks."""
+
+    @override
+    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
+        own = torch.zeros(size)
+        for node in sums.values():
+            own += node
+        with self.progress.waiting():
+            dist.all_reduce(own, group=self.group)
+        return own

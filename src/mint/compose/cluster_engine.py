@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import mint
+from mint.cluster.collectives.parallelism import Parallelism
 from mint.config import Settings, prepare_ray
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
@@ -74,8 +75,21 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine, *, data_dir
         samplers=settings.samplers,
         place=Place(settings.cluster, cpus=settings.threads, crew=crew),
         deadline_s=settings.collective_timeout_s,
+        parallelism=parallelism(settings),
+    )
+
+
+def parallelism(settings: Settings) -> Parallelism:
+    """How the processes that train divide the work.
+
+    Raises:
+        InvalidRequestError: two of the settings exclude each other.
+    """
+    return Parallelism(
         shards=settings.shard_base,
         tensor_parallel=settings.tensor_parallel,
+        experts=settings.expert_parallel,
+        reductions=settings.reductions,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mint.compose.cluster_engine import cluster_engine, external_engine
+from mint.compose.cluster_engine import cluster_engine, external_engine, parallelism
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.bases.lora_layers import lora_layers
@@ -82,7 +82,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
             return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         kernels = (settings.native, settings.instructions)
         cluster = (settings.cluster, settings.trainers, settings.samplers, settings.shard_base)
-        cluster = (*cluster, settings.tensor_parallel)
+        cluster = (*cluster, settings.tensor_parallel, settings.expert_parallel, settings.reductions)
         samplers = (settings.sampler, settings.sampler_folder)
         own = _engine_settings(settings).items()
         key = (folder, settings.models, limits_of(settings), *kernels, *cluster, *samplers, *own)
@@ -188,7 +188,7 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "gpu_off": tuple(settings.gpu_off_list) or None,
         "device": settings.device,
         "micro_batch_rows": settings.micro_batch_rows,
-        "chunked": None if settings.tensor_parallel is None else True,
+        **parallelism(settings).engine_settings,
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -21,6 +21,7 @@ from mint.engine.bases.base_model import BaseModel
 from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.bases.decoder_base import DecoderBase
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
+from mint.engine.chunked.chunk_shapes import MOST_CHUNKS
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights, parameter_count
@@ -91,6 +92,7 @@ class TorchEngine:
         implementation: Literal["mint", "transformers"] | None = None,
         quantize: Quantization | None = None,
         chunked: bool = False,
+        most_chunks: int = MOST_CHUNKS,
         peers: Peers = ALONE,
     ) -> None:
         """`dtype` of the base weights: by default bfloat16 on a GPU that multiplies it, else float32. `device` by
@@ -111,8 +113,8 @@ class TorchEngine:
         by default mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the
         frozen matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone. With
         `chunked` the layers of base models are cut into fixed chunks, which `peers` may divide: other last bits, the
-        same for every number of processes. `peers` are the processes that run each pass together; all get the same
-        calls that train.
+        same for every number of processes; `most_chunks`, a power of two, is the largest number of them. `peers` are
+        the processes that run each pass together; all get the same calls that train.
 
         Raises:
             InvalidRequestError: torch does not compute on the device; `chunked` on a GPU, or with `quantize`.
@@ -129,6 +131,7 @@ class TorchEngine:
         self._implementation = implementation
         self._quantize: Quantization | None = quantize
         self._chunked = chunked
+        self._most_chunks = most_chunks
         is_cpu = self._device.torch.type == "cpu"
         if chunked and (not is_cpu or quantize is not None):
             raise InvalidRequestError(
@@ -375,6 +378,7 @@ class TorchEngine:
                     quantization=self._quantize,
                     layer_source=self._peers.layer_source(),
                     chunks=self._peers.chunks if self._chunked else None,
+                    most_chunks=self._most_chunks,
                 )
         if self._chunked:
             raise InvalidRequestError(

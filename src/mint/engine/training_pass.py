@@ -174,7 +174,7 @@ def _try(
         in_tree = attempt.order == "tree"
         # Added one after the other, no part of the gradient is computed apart from what comes before it.
         division = (peers if in_tree else ALONE).divide([len(batch.tokens) for batch in batches])
-        peers.begin(division.most, decoder.layer_source, with_gradient=gradient is not None)
+        peers.begin(division.most, decoder.layer_source, lora, with_gradient=gradient is not None)
         sums: dict[range, Tensor] = {}
         if gradient is not None and in_tree:
             sums = _partial_sums(batches, division.own, run, gradient)

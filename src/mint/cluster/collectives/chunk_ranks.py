@@ -30,8 +30,10 @@ class PeerMemoryError(MemoryError):
 class ChunkGroup:
     """The ranks that divide every layer, and the exchanges of the pass that they run."""
 
-    def __init__(self, group: Any, progress: Progress) -> None:
-        """`group` is a process group; None: the default one. `progress` counts exchanges."""
+    def __init__(self, group: Any, progress: Progress, *, is_exact: bool = True) -> None:
+        """`group` is a process group; None: the default one. `progress` counts exchanges. Without `is_exact`, sums are
+        those of an ordinary all-reduce, whose bits depend on the number of ranks."""
+        self._is_exact = is_exact
         self._group = group
         self._progress = progress
         self.world = dist.get_world_size(group)
@@ -61,6 +63,10 @@ class ChunkGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of one tensor of each rank."""
+        if not self._is_exact:
+            total = part.contiguous().clone()
+            self.exchange(lambda: dist.all_reduce(total, group=self._group))
+            return total
         size, world = part.numel(), self.world
         length = -(-size // world)  # of a slice; the last ones may be shorter, and are padded
         sent = pad(part.reshape(-1), (0, length * world - size))

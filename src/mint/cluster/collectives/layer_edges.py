@@ -54,3 +54,6 @@ class CountedLayers:
             return edge(run(x), self.progress.advance, self.progress.advance)
 
         return counted
+
+    def experts_of(self, index: int) -> None:
+        """All are here."""

@@ -77,6 +77,9 @@ class ShardedLayers:
 
         return gathered
 
+    def experts_of(self, index: int) -> None:
+        """All are here, when the layer is."""
+
     @contextmanager
     def round(self, *, with_gradient: bool) -> Generator[None]:
         """Around one micro-batch. All ranks make as many rounds; on return all have made the same gathers."""

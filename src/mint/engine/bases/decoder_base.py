@@ -10,7 +10,7 @@ import torch
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
 from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.chunked.chunk_loras import ChunkedLoras
-from mint.engine.chunked.chunk_shapes import chunk_count
+from mint.engine.chunked.chunk_shapes import MOST_CHUNKS, chunk_count
 from mint.engine.chunked.chunked_decoder import ChunkedDecoder
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
@@ -54,9 +54,10 @@ class DecoderBase(BaseModel):
         quantization: Quantization | None,
         layer_source: LayerSource | None = None,
         chunks: Callable[[int], Chunks] | None = None,
+        most_chunks: int = MOST_CHUNKS,
     ) -> None:
         """Reads the weights; the caches are made at the first sample. If given, `chunks` divides the layers, which are
-        cut into that many chunks.
+        cut into that many chunks, at most `most_chunks`.
 
         Raises:
             InvalidRequestError: the folder lacks or adds tensors, or the batch-invariant mode is not for this model.
@@ -67,7 +68,7 @@ class DecoderBase(BaseModel):
         operations = device.operations(config, dtype)
         tensors = folder.tensors()
         saving = offloaded if offload else None
-        divided = None if chunks is None else chunks(chunk_count(config))
+        divided = None if chunks is None else chunks(chunk_count(config, most_chunks))
         if divided is None:
             self._decoder = Decoder(config, tensors, operations, quantization, saving, layer_source)
         else:

@@ -29,9 +29,9 @@ _BY_OUTPUTS = frozenset(f"self_attn.{part}_proj.{kind}" for part in "qkv" for ki
 _BY_INPUTS = frozenset({"self_attn.o_proj.weight", "mlp.down_proj.weight"})
 
 
-def chunk_count(config: DecoderConfig) -> int:
-    """How many chunks the layers of a model have: the largest power of two that divides what is cut, and at most
-    `MOST_CHUNKS`. A function of the model alone, because it decides bits.
+def chunk_count(config: DecoderConfig, most: int = MOST_CHUNKS) -> int:
+    """How many chunks the layers of a model have: the largest power of two that divides what is cut, and no more than
+    `most`, also one. It decides bits.
 
     Raises:
         InvalidRequestError: the layers of this family are not cut.
@@ -54,7 +54,7 @@ def chunk_count(config: DecoderConfig) -> int:
             remedy="Leave it out; --shard-base divides the memory of the base, too",
         )
     count = 1
-    while count < MOST_CHUNKS and all(size % (2 * count) == 0 for size in cut_sizes(config).values()):
+    while count < most and all(size % (2 * count) == 0 for size in cut_sizes(config).values()):
         count *= 2
     return count
 

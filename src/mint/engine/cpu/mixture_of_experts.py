@@ -9,7 +9,8 @@ of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import MixtureWeights, expert_site
+from mint.engine.model.weights import ExpertExchange, MixtureWeights, expert_site
 from mint.engine.quantized.quantized_panels import QuantizedPanels
 
 
@@ -55,6 +56,12 @@ class NativeMixtureOfExperts:
         self._down = ExpertMatrices(kernels, down, [own.down_bias for own in weights.experts])
         self._mixture = mixture
         self._layer = layer
+        self._exchange: ExpertExchange | None = None
+
+    def divide(self, exchange: ExpertExchange) -> None:
+        """See `DivisibleExperts`."""
+        self._exchange = exchange
+        exchange.serve(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,20 +78,32 @@ class NativeMixtureOfExperts:
         trained = None if loras[0].weights is None else self._site(loras[0].weights, 0, "gate_up")
         return _Mixture.run(x, None if trained is None else trained.a, self, loras)
 
-    def forward(self, x: Tensor, loras: Sequence[LoraRows]) -> tuple[Tensor, Tensor, Tensor, Tensor, Routing]:
-        """The rows; and 1 / rms of x, the scores, the wide product [P, 2·I] and the routing."""
+    def forward(
+        self, x: Tensor, loras: Sequence[LoraRows], *, keeps: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Routing]:
+        """The rows; and 1 / rms of x, the scores, the wide product [P, 2·I] and the routing. Where the experts are
+        divided, each process has the wide products of its own, and keeps them with `keeps`."""
         native = self._native
         normed, inverse = self._operations.rms_norm(x, self._norm, self._eps)
         scores = self._scores(normed)
         routing = native.route(scores, self._mixture)
         rows = native.gather(normed, routing)
+        if self._exchange is None:
+            pairs, wide = self._run(rows, routing, loras)
+        else:
+            pairs, wide = self._exchange.run_rows(rows, _counts(routing), keeps=keeps), rows.new_empty(0)
+        combined = native.combine(pairs, routing, weights=routing.weights, residual=x)
+        return combined, inverse, scores, wide, routing
+
+    def _run(self, rows: Tensor, routing: Routing, loras: Sequence[LoraRows]) -> tuple[Tensor, Tensor]:
+        """The results [P, E] of `rows` [P, E], which are overwritten, and the wide product [P, 2·I]."""
+        native = self._native
         wide = native.multiply(rows, self._gate_up, routing)
         native.add_loras(wide, rows, routing, self._loras(loras, "gate_up"))
         inner = self._operations.swiglu(wide)
         pairs = native.multiply(inner, self._down, routing, out=rows)
         native.add_loras(pairs, inner, routing, self._loras(loras, "down"))
-        combined = native.combine(pairs, routing, weights=routing.weights, residual=x)
-        return combined, inverse, scores, wide, routing
+        return pairs, wide
 
     def backward(
         self,
@@ -100,25 +119,67 @@ class NativeMixtureOfExperts:
     ) -> Tensor | None:
         """The gradient for x, if asked for; those of the loras are added to their `.grad`."""
         native, operations = self._native, self._operations
-        own = LoraRows(0, len(x), lora)
         grads = native.gather(grad, routing)
+        if self._exchange is None:
+            own = LoraRows(0, len(x), lora)
+
+            def rows() -> Tensor:  # as late as possible, for they take memory
+                return native.gather(operations.rms_norm_again(x, inverse, self._norm), routing)
+
+            grad_rows, grad_weights = self._gradient(grads, rows, wide, routing, own, for_input=for_input)
+        else:
+            weights = routing.weights.view(-1)[routing.order]
+            grad_rows, found = self._exchange.gradient_of(grads, weights, _counts(routing))
+            grad_weights = found[routing.places]
+        if self._down.biases is not None:
+            grad_weights.add_((grad @ self._down.biases.t()).gather(1, routing.chosen))
+        if grad_rows is None or not for_input:
+            return None
+        routed = self._router.gradient(_grad_scores(grad_weights, scores, routing, self._mixture))
+        grad_normed = native.combine(grad_rows, routing, residual=routed)
+        return operations.rms_norm_backward(grad_normed, x, inverse, self._norm, grad)
+
+    def _gradient(
+        self,
+        grads: Tensor,
+        rows: Callable[[], Tensor],
+        wide: Tensor,
+        routing: Routing,
+        own: LoraRows,
+        *,
+        for_input: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The gradients for `rows` [P, E], if asked for, and for the routing weights [T, K], from `grads` [P, E] of the
+        weighted results."""
+        native, operations = self._native, self._operations
         inner = operations.swiglu(wide)
         # Without the routing weights: they are applied on the narrow side below, which gives their gradient, too.
         grad_inner = native.multiply_transposes(grads, self._down, routing)
         weighted = inner * routing.weights.view(-1)[routing.order].unsqueeze(1)
         native.add_lora_gradients(grads, weighted, routing, self._lora(own, "down"), grad_inner)
         grad_weights, grad_inner = native.weigh(inner, grad_inner, routing)
-        if self._down.biases is not None:
-            grad_weights.add_((grad @ self._down.biases.t()).gather(1, routing.chosen))
         grad_wide = operations.swiglu_backward(grad_inner, wide)
-        rows = native.gather(operations.rms_norm_again(x, inverse, self._norm), routing)
         grad_rows = native.multiply_transposes(grad_wide, self._gate_up, routing) if for_input else None
-        native.add_lora_gradients(grad_wide, rows, routing, self._lora(own, "gate_up"), grad_rows)
-        if grad_rows is None:
-            return None
-        routed = self._router.gradient(_grad_scores(grad_weights, scores, routing, self._mixture))
-        grad_normed = native.combine(grad_rows, routing, residual=routed)
-        return operations.rms_norm_backward(grad_normed, x, inverse, self._norm, grad)
+        native.add_lora_gradients(grad_wide, rows(), routing, self._lora(own, "gate_up"), grad_rows)
+        return grad_rows, grad_weights
+
+    def run_rows(self, rows: Tensor, counts: Sequence[int], lora: LoraWeights | None, *, keeps: bool) -> Any:
+        """See `ExpertServer`."""
+        kept = rows.clone() if keeps else None
+        pairs, wide = self._run(rows, _routing_of(counts), [LoraRows(0, len(rows), lora)])
+        return pairs, (kept, wide.to(self.dtype)) if keeps else None
+
+    def gradient_of(
+        self, grads: Tensor, weights: Tensor, counts: Sequence[int], lora: LoraWeights | None, kept: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `ExpertServer`."""
+        rows, wide = kept
+        own = LoraRows(0, len(rows), lora)
+        grad_rows, grad_weights = self._gradient(
+            grads, lambda: rows, wide.float(), _routing_of(counts, weights), own, for_input=True
+        )
+        assert grad_rows is not None, "it was asked for"
+        return grad_rows, grad_weights.view(-1)
 
     def _scores(self, normed: Tensor) -> Tensor:
         missing = max(0, self._router.min_rows - len(normed))
@@ -158,7 +219,7 @@ class _Mixture(AutogradFunction):
         ctx: Any, x: Tensor, trained: Tensor | None, experts: NativeMixtureOfExperts, loras: Sequence[LoraRows]
     ) -> Tensor:
         """[T, E] from x [T, E]; `trained` forces a backward when only the loras need gradients."""
-        out, inverse, scores, wide, routing = experts.forward(x, loras)
+        out, inverse, scores, wide, routing = experts.forward(x, loras, keeps=True)
         ctx.save_for_backward(x, inverse, scores, wide.to(experts.dtype))
         ctx.experts, ctx.lora, ctx.routing = experts, loras[0].weights, routing
         return out
@@ -180,6 +241,20 @@ class _Mixture(AutogradFunction):
             for_input=ctx.needs_input_grad[0],
         )
         return grad_x, None, None, None
+
+
+def _counts(routing: Routing) -> list[int]:
+    """The pairs of each expert."""
+    return routing.borders.diff().tolist()
+
+
+def _routing_of(counts: Sequence[int], weights: Tensor | None = None) -> Routing:
+    """The routing of rows that are sorted by expert, each to one expert."""
+    borders = torch.tensor([0, *accumulate(counts)])
+    order = torch.arange(int(borders[-1]))
+    places = order.unsqueeze(1)
+    weights = torch.ones(len(order)) if weights is None else weights
+    return Routing(weights.unsqueeze(1).contiguous(), places, order, places, borders)
 
 
 def _grad_scores(grad_weights: Tensor, scores: Tensor, routing: Routing, mixture: ExpertsConfig) -> Tensor:

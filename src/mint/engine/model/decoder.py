@@ -49,6 +49,8 @@ from mint.engine.model.weights import (
     AttentionWeights,
     BaseWeights,
     DeltaNetWeights,
+    DivisibleExperts,
+    ExpertExchange,
     LayerRun,
     LayerSource,
     MixtureWeights,
@@ -59,6 +61,7 @@ from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, st
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.transfers import upload
+from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
 
 
@@ -118,6 +121,10 @@ class Decoder:
             for index, layer in enumerate(self.weights.layers)
             if isinstance(layer.mlp, MixtureWeights) and layer.mlp_norm is not None
         }
+        for index, mixture in self.mixtures.items():
+            exchange = None if layer_source is None else layer_source.experts_of(index)
+            if exchange is not None:
+                _divide(config, mixture, exchange)
 
     def _load(self, tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> BaseWeights:
         return load_weights(self.config, tensors, self.operations, quantization, self.layer_source)
@@ -315,6 +322,23 @@ class Decoder:
             if parameter.grad is not None:
                 parameter.grad += own
         return torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
+
+
+def _divide(config: DecoderConfig, mixture: FeedForward, exchange: ExpertExchange) -> None:
+    """Lets the rows of a layer's experts go through `exchange`.
+
+    Raises:
+        InvalidRequestError: the device, or the family, computes all experts at once.
+    """
+    stacked = config.family.experts is not None and config.family.experts.stacked
+    if stacked or not isinstance(mixture, DivisibleExperts):
+        raise InvalidRequestError(
+            f"is not for the experts of {config.family.name} on this device",
+            field="expert_parallel",
+            value=True,
+            remedy="Leave it out; --shard-base divides the memory of the base, too",
+        )
+    mixture.divide(exchange)
 
 
 def _gated_order(config: DecoderConfig, device: torch.device) -> GatedOrder:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraRows
-from mint.engine.model.autograd import AutogradFunction
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.model.autograd import AutogradFunction, backward
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.layer_parts import AddBias, Norm
 from mint.engine.model.linear import Linear, LoraLinears
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import MixtureWeights, expert_site
+from mint.engine.model.weights import ExpertExchange, MixtureWeights, expert_site
 
 
 class MixtureOfExperts:
@@ -49,6 +49,12 @@ class MixtureOfExperts:
         self._layer = layer
         self._mixture = mixture
         self._loras = loras
+        self._exchange: ExpertExchange | None = None
+
+    def divide(self, exchange: ExpertExchange) -> None:
+        """See `DivisibleExperts`."""
+        self._exchange = exchange
+        exchange.serve(self)
 
     def __call__(self, x: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """x + the weighted sum of the chosen experts of norm(x), both [T, E]."""
@@ -67,15 +73,46 @@ class MixtureOfExperts:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places = places.view(chosen.shape)
         rows = _Gather.run(normed, order // self._mixture.per_token, places)
-        parts = []
-        for expert, start, stop, own in _segments(chosen, order, loras, self._mixture):
-            weights = self._weights.experts[expert]
-            site = expert_site(self._layer, expert)
-            wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
-            inner = SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
-            narrow = self._loras.multiply(inner, weights.down, f"{site}.down", own)
-            parts.append(self._add_bias(narrow, weights.down_bias))
-        return _Combine.run(torch.cat(parts), routing_weights, residual, order, places)
+        if self._exchange is None:
+            segments = _segments(chosen, order, loras, self._mixture)
+            pairs = torch.cat([self._run_expert(expert, rows[a:b], own) for expert, a, b, own in segments])
+        else:
+            counts = torch.bincount(chosen.reshape(-1), minlength=self._mixture.count).tolist()
+            tracked = torch.empty(0, requires_grad=True)  # rows may need no gradient where the loras do
+            pairs = _Exchanged.run(rows, tracked, self._exchange, counts)
+        return _Combine.run(pairs, routing_weights, residual, order, places)
+
+    def _run_expert(self, expert: int, rows: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """An expert's results of its own rows."""
+        weights, site = self._weights.experts[expert], expert_site(self._layer, expert)
+        wide = self._loras.multiply(rows, weights.gate_up, f"{site}.gate_up", loras)
+        inner = SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
+        narrow = self._loras.multiply(inner, weights.down, f"{site}.down", loras)
+        return self._add_bias(narrow, weights.down_bias)
+
+    def run_rows(self, rows: Tensor, counts: Sequence[int], lora: LoraWeights | None, *, keeps: bool) -> Any:
+        """See `ExpertServer`."""
+        parts, start = [], 0
+        with torch.set_grad_enabled(keeps):
+            own = rows.detach().requires_grad_(keeps)
+            for expert, count in enumerate(counts):
+                if count:
+                    loras = [LoraRows(0, count, lora)]
+                    parts.append(self._run_expert(expert, own[start : start + count], loras))
+                    start += count
+            results = torch.cat(parts) if parts else torch.empty_like(rows)
+        return results.detach(), (own, results)
+
+    def gradient_of(
+        self, grads: Tensor, weights: Tensor, counts: Sequence[int], lora: LoraWeights | None, kept: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `ExpertServer`. The routing weights are applied to the results, where the rows are from."""
+        rows, results = kept
+        if not len(rows):
+            return torch.empty_like(grads), torch.empty_like(weights)
+        with torch.enable_grad():
+            backward(results, grads)
+        return rows.grad, torch.zeros_like(weights)
 
     def _add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return x if bias is None else AddBias.run(x, bias, self._operations)
@@ -216,6 +253,30 @@ class _Gather(AutogradFunction):
         for choice in range(1, places.shape[1]):
             total.add_(grad.index_select(0, places[:, choice]))
         return total, None, None
+
+
+class _Exchanged(AutogradFunction):
+    """The results of rows whose experts other processes have, too."""
+
+    @classmethod
+    @override
+    def infer(cls, rows: Tensor, tracked: Tensor, exchange: ExpertExchange, counts: Sequence[int]) -> Tensor:
+        return exchange.run_rows(rows, counts, keeps=False)
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, tracked: Tensor, exchange: ExpertExchange, counts: Sequence[int]) -> Tensor:
+        """[P, E] from `rows` [P, E] by expert, of which each expert has `counts`."""
+        ctx.exchange, ctx.counts = exchange, counts
+        return exchange.run_rows(rows, counts, keeps=True)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for the rows."""
+        grad_rows, _ = ctx.exchange.gradient_of(grad, grad.new_zeros(len(grad)), ctx.counts)
+        return grad_rows if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Combine(AutogradFunction):

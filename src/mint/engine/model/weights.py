@@ -3,6 +3,7 @@
 Layers that share their inputs are one matrix, and one site.
 
 Letters: E hidden size · H all heads (query, key, value) · D head dimension · I an MLP's inner width · V vocabulary.
+Of rows at experts: P pairs of a row and an expert, sorted by expert.
 Of a delta net: C channels of the convolution · K its rows · N value heads · D their dimension · U = N·D.
 """
 
@@ -10,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mint.engine.lora import UNEMBED, Site
+from mint.engine.lora import UNEMBED, LoraWeights, Site
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.protocol import LoraSpec
@@ -131,6 +132,52 @@ def layer_matrices(layer: LayerWeights) -> list[Matrix]:
     return [*found, mlp.router, *(matrix for own in (*mlp.experts, *shared) for matrix in (own.gate_up, own.down))]
 
 
+class ExpertServer(Protocol):
+    """Computes those experts of a layer that are in this process.
+
+    Where several processes divide the experts, rows go to the process that has their expert, and the results come back.
+    The rows of one process stay together, in their order: so every product has the rows, the order and the bits that
+    it has in one process.
+    """
+
+    def run_rows(self, rows: Tensor, counts: Sequence[int], lora: LoraWeights | None, *, keeps: bool) -> Any:
+        """The results [P, E] of `rows` [P, E], of which each of the layer's experts has `counts`; and what
+        `gradient_of` needs of them, if it `keeps` that. May overwrite `rows`."""
+        ...
+
+    def gradient_of(
+        self, grads: Tensor, weights: Tensor, counts: Sequence[int], lora: LoraWeights | None, kept: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients for the rows [P, E], and for their routing weights [P] if these are not applied to the results
+        elsewhere, from `grads` [P, E] of the results and the `weights` [P]. Those of the lora are added to its own."""
+        ...
+
+
+class ExpertExchange(Protocol):
+    """The exchanges of one layer's rows. All processes take part in each; who has no rows computes for the others."""
+
+    def serve(self, server: ExpertServer) -> None:
+        """Says what computes the experts of this process."""
+        ...
+
+    def run_rows(self, rows: Tensor, counts: Sequence[int], *, keeps: bool) -> Tensor:
+        """The results [P, E] of this process's rows [P, E], of which each of the layer's experts has `counts`."""
+        ...
+
+    def gradient_of(self, grads: Tensor, weights: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `ExpertServer`; of the last rows that were run with `keeps`. Those of the lora come back with it."""
+        ...
+
+
+@runtime_checkable
+class DivisibleExperts(Protocol):
+    """A layer's experts that can be divided."""
+
+    def divide(self, exchange: ExpertExchange) -> None:
+        """From now on, rows go through `exchange`."""
+        ...
+
+
 LayerRun = Callable[[Tensor], Tensor]
 """Runs one layer over its input [T, E]."""
 
@@ -145,6 +192,10 @@ class LayerSource(Protocol):
     def around(self, index: int, run: LayerRun) -> LayerRun:
         """`run`, with what has to happen before and after the layer, in a forward and in its backward. The bits of
         results and gradients are those of `run`."""
+        ...
+
+    def experts_of(self, index: int) -> ExpertExchange | None:
+        """Where the rows of a layer go whose experts other processes have, too; None: all are here."""
         ...
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from mint.engine.lora import LoraWeights
 from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.gradient_sum import whole_sum
@@ -72,8 +73,8 @@ class Peers(Protocol):
         """The worst outcome of all processes; each calls this once in every pass, also one that has failed."""
         ...
 
-    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
-        """Before the first micro-batch of a pass, of which no process computes more than `most`."""
+    def begin(self, most: int, source: LayerSource | None, lora: LoraWeights, *, with_gradient: bool) -> None:
+        """Before the first micro-batch of a pass with `lora`; no process computes more than `most` of them."""
         ...
 
     def micro_batch(self) -> AbstractContextManager[None]:
@@ -102,7 +103,7 @@ class Alone:
     def worst(self, own: PassOutcome) -> PassOutcome:
         return own
 
-    def begin(self, most: int, source: LayerSource | None, *, with_gradient: bool) -> None:
+    def begin(self, most: int, source: LayerSource | None, lora: LoraWeights, *, with_gradient: bool) -> None:
         pass
 
     def micro_batch(self) -> AbstractContextManager[None]:

@@ -30,6 +30,7 @@ BASE_NUMBERS = {
     "instructions": "MINT_INSTRUCTIONS",
     "gpu_off": "MINT_GPU_OFF",
     "tensor_chunks": "MINT_TENSOR_PARALLEL",
+    "reductions": "MINT_REDUCTIONS",
 }
 """Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
@@ -92,6 +93,9 @@ def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
         values["attention"] = _KERNELS["flex"]  # also where this path alone is off
     if effective.get("tensor_chunks"):  # any number of processes has these bits
         values["tensor_chunks"] = f"1 ({effective['tensor_chunks']} chunks)"
+    values["reductions"] = effective.get("reductions") or "exact"
+    if values["reductions"] != "exact":
+        values["reductions"] += f" ({effective.get('same_digest_on')})"
     found = {BASE_NUMBERS[name]: value for name, value in values.items() if value is not None}
     if effective.get("attention") in ("flex", INVARIANT):
         found["MINT_BATCH_INVARIANT"] = "1" if effective["attention"] == INVARIANT else "0"
