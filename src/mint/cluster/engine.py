@@ -113,6 +113,7 @@ class ClusterEngine:
         self._paths: dict[str, str] = {}
         self._bases: set[str] = set()  # on the ranks
         self._models: dict[str, _Shape] = {}
+        self._digests: dict[str, str] = {}  # of models that have not changed since their last step
         self._losses = 0
         if place.crew is not None:
             renew = partial(keep_renewing, place.crew, place)
@@ -207,6 +208,7 @@ class ClusterEngine:
         if base not in self._paths:
             raise NotFoundError("is not loaded", field="base_model", value=base)
         self._load_on_ranks(base)
+        self._digests.pop(model_id, None)
         effective = self._run(lambda engine: engine.create_model(model_id, base, lora))
         self._models[model_id] = _Shape(base, lora)
         return effective
@@ -225,6 +227,7 @@ class ClusterEngine:
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""
+        self._digests.pop(model_id, None)
         if self._models.pop(model_id, None) is not None:
             self._run(lambda engine: engine.drop_model(model_id))
 
@@ -235,7 +238,11 @@ class ClusterEngine:
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
         sent: Any = PackedData(data)  # examples, where it arrives
-        return self._run_on(model_id, lambda engine: PackedResult(engine.forward(model_id, sent, loss)))
+
+        def work(engine: Engine) -> PackedResult:
+            return PackedResult(engine.forward(model_id, sent, loss))
+
+        return self._run_on(model_id, work, changes=False)
 
     def forward_backward(
         self,
@@ -262,12 +269,23 @@ class ClusterEngine:
         self._run_on(model_id, lambda engine: engine.clear_gradient(model_id))
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        """Applies and clears the gradient, on every rank alike."""
-        return self._run_on(model_id, lambda engine: engine.optim_step(model_id, adam))
+        """Applies and clears the gradient, on every rank alike.
+
+        Raises:
+            ModelsLostError: the ranks have different states after it; they start again.
+        """
+
+        def work(engine: Engine) -> tuple[dict[str, float], str]:  # the digest, too: it is asked for next
+            return engine.optim_step(model_id, adam), engine.state_digest(model_id)
+
+        answers = self._run_for_all(model_id, work)
+        digest = self._require_one([digest for _, digest in answers])
+        self._digests[model_id] = digest
+        return answers[0][0]
 
     def read_state(self, model_id: str) -> ModelState:
         """A copy of weights and optimizer."""
-        return self._run_on(model_id, lambda engine: engine.read_state(model_id))
+        return self._run_on(model_id, lambda engine: engine.read_state(model_id), changes=False)
 
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
@@ -284,16 +302,15 @@ class ClusterEngine:
             ModelsLostError: they have not; the ranks start again.
         """
         self._require(model_id)
-        group = self._started()
-        digests = self._guard(lambda: group.run_for_all(lambda engine: engine.state_digest(model_id, like=like)))
-        if len(set(digests)) > 1:
-            group.close()
-            self._lose(f"the ranks have different states of a model: {', '.join(digests)}", None)
-        return digests[0]
+        if like is None and model_id in self._digests:
+            return self._digests[model_id]
+        return self._require_one(
+            self._run_for_all(model_id, lambda engine: engine.state_digest(model_id, like=like), changes=False)
+        )
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Takes a copy of the model's weights from the first rank. A sampler gets it with its first job."""
-        weights = self._run_on(model_id, lambda engine: engine.read_state(model_id).weights)
+        weights = self._run_on(model_id, lambda engine: engine.read_state(model_id).weights, changes=False)
         shape = self._models[model_id]
         self._sampling.add_weights(weights_id, shape.base, shape.lora, weights)
 
@@ -358,9 +375,32 @@ class ClusterEngine:
                     remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS",
                 )
 
-    def _run_on(self, model_id: str, work: Work) -> Any:
+    def _run_on(self, model_id: str, work: Work, *, changes: bool = True) -> Any:
+        """`work` may change the model, unless it is said not to."""
         self._require(model_id)
+        if changes:
+            self._digests.pop(model_id, None)
         return self._run(work)
+
+    def _run_for_all(self, model_id: str, work: Work, *, changes: bool = True) -> list[Any]:
+        """Same as `_run_on`; the values of all ranks."""
+        self._require(model_id)
+        if changes:
+            self._digests.pop(model_id, None)
+        group = self._started()
+        return self._guard(lambda: group.run_for_all(work))
+
+    def _require_one(self, digests: Sequence[str]) -> str:
+        """The digest of all ranks.
+
+        Raises:
+            ModelsLostError: they differ; the ranks start again.
+        """
+        if len(set(digests)) > 1:
+            if self._group is not None:
+                self._group.close()
+            self._lose(f"the ranks have different states of a model: {', '.join(digests)}", None)
+        return digests[0]
 
     def _require(self, model_id: str) -> None:
         if model_id not in self._models:
@@ -418,4 +458,5 @@ class ClusterEngine:
     def _forget_ranks(self) -> None:
         self._group = None
         self._models.clear()
+        self._digests.clear()
         self._bases.clear()

@@ -165,7 +165,8 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _values(self, work: Work, *, every: bool) -> list[Any]:
-        sent = ray.put(InOnePiece(work))  # once for all ranks
+        piece = InOnePiece(work)
+        sent = piece if piece.is_small else ray.put(piece)  # once for all ranks
         running = [
             own.run.remote(sent, keeps_value=every or own is self._ranks[0], incarnation=self._incarnation)
             for own in self._ranks

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pickle import PickleBuffer
 from typing import Any, TypeVar
 
@@ -103,7 +104,17 @@ class InOnePiece:
     def __init__(self, value: Any) -> None:
         self._value = value
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it is sent with a call at less cost than by the object store."""
+        pickled, apart = self._pickled
+        return not apart and len(pickled) < SMALL_BYTES
+
     def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, self._pickled
+
+    @cached_property
+    def _pickled(self) -> tuple[bytes, list[PickleBuffer]]:
         apart: list[PickleBuffer] = []
 
         def is_small(buffer: PickleBuffer) -> bool:
@@ -113,8 +124,7 @@ class InOnePiece:
             apart.append(buffer)
             return False
 
-        pickled = cloudpickle.dumps(self._value, protocol=5, buffer_callback=is_small)
-        return _unpickle, (pickled, apart)
+        return cloudpickle.dumps(self._value, protocol=5, buffer_callback=is_small), apart
 
 
 def _unpickle(pickled: bytes, apart: Sequence[Any]) -> Any:
