@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 OpenReplica = Callable[[Peers], TorchEngine]
 """Makes the engine of a replica. It is called in the replica's process, with `ALONE`."""
 
-TOKENS_S = 0.05
-"""How long a token waits for others, so that listeners get them in bunches: a message takes longer than a token."""
+TOKENS_S = 0.1
+"""The time between two messages with tokens, so that listeners get them in bunches: a message takes longer than a
+token. The first token after a pause does not wait."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,20 @@ class ForgetAll:
 Order = LoadBase | LoadLora | DropLora | KeepVocabulary | AddJob | CancelJob | ForgetAll
 
 
+Drawn = tuple[int, int, float]
+"""A sample of a job, a token of it, and its logprob."""
+
+
 @dataclass
 class News:
     """Tokens and results of a replica since it was last asked.
 
-    `tokens` are (job, sample, token, logprob) in the order of drawing, of jobs with a listener; `results` are those of
-    jobs that ended, `failures` the errors of jobs that cannot be sampled, `bases` what was loaded. `counters` and
+    `tokens` are (sample, token, logprob) in the order of drawing, by job with a listener; `results` are those of jobs
+    that ended, `failures` the errors of jobs that cannot be sampled, `bases` what was loaded. `counters` and
     `kv_pages` are those of the engine now.
     """
 
-    tokens: list[tuple[int, int, int, float]] = field(default_factory=list)
+    tokens: dict[int, list[Drawn]] = field(default_factory=dict)
     results: dict[int, SampleResult] = field(default_factory=dict)
     bases: list[BaseInfo] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
@@ -143,8 +149,8 @@ class Replica:
         self._load_errors: dict[str, Exception] = {}  # by the base or version that could not be loaded
         self._changed = threading.Condition()
         self._news = News()
-        self._tokens: list[tuple[int, int, int, float]] = []  # of the step that runs
-        self._tokens_since = 0.0
+        self._tokens: dict[int, list[Drawn]] = {}  # of the step that runs
+        self._told_at = -TOKENS_S  # when tokens were sent last
 
     def open(self) -> Answer:
         """Makes the engine, and starts to work: the answer is the `Process`."""
@@ -210,11 +216,13 @@ class Replica:
                 news, now = self._news, time.monotonic()
                 wait_s = until - now
                 if news.tokens:
-                    wait_s = min(wait_s, self._tokens_since + TOKENS_S - now)
+                    wait_s = min(wait_s, self._told_at + TOKENS_S - now)
                 if news.results or news.bases or news.failures or wait_s <= 0:
                     break
                 self._changed.wait(wait_s)
             self._news = News()
+            if news.tokens:
+                self._told_at = now
         if self._engine is not None:
             news.counters, news.kv_pages = self._engine.sampling_counters(), self._engine.kv_pages()
         return InOnePiece(news)
@@ -258,9 +266,10 @@ class Replica:
         with self._changed:
             if results or not self._news.tokens:  # whoever waits knows of the other tokens
                 self._changed.notify()
-            if not self._news.tokens:
-                self._tokens_since = time.monotonic()
-            self._news.tokens += self._tokens
+            for number, tokens in self._tokens.items():
+                if number in self._running:
+                    self._running[number].told.update(map(itemgetter(0), tokens))
+                self._news.tokens.setdefault(number, []).extend(tokens)
             self._news.results.update((int(key), result) for key, result in results.items())
         self._tokens.clear()
 
@@ -326,10 +335,12 @@ class Replica:
         again = dict(running.told)
 
         def hear(sample: int, token: int, logprob: float) -> None:
-            if again.get(sample, 0):
+            if again and again.get(sample, 0):
                 again[sample] -= 1
                 return
-            running.told[sample] += 1
-            self._tokens.append((number, sample, token, logprob))
+            drawn = self._tokens.get(number)
+            if drawn is None:
+                drawn = self._tokens[number] = []
+            drawn.append((sample, token, logprob))
 
         return hear

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from mint.cluster.ray_runtime import HERE, REPLICA, InOnePiece, Place, first_lin
 from mint.cluster.replica import (
     AddJob,
     CancelJob,
+    Drawn,
     DropLora,
     KeepVocabulary,
     LoadBase,
@@ -77,6 +79,21 @@ class _Job:
     heard: Counter[int] = field(default_factory=Counter)  # tokens that the listener was told, by sample
     again: dict[int, int] = field(default_factory=dict)  # of these, those that come again after a loss
     losses: int = 0
+
+    def tell(self, tokens: Sequence[Drawn]) -> None:
+        """Tells the listener of tokens, but for those that come again."""
+        assert self.listener is not None, "nobody listens"
+        if self.again:
+            tokens = [own for own in tokens if not self._comes_again(own[0])]
+        self.heard.update(map(itemgetter(0), tokens))
+        for sample, token, logprob in tokens:
+            self.listener(sample, token, logprob)
+
+    def _comes_again(self, sample: int) -> bool:
+        if not self.again.get(sample, 0):
+            return False
+        self.again[sample] -= 1
+        return True
 
 
 @dataclass
@@ -358,16 +375,12 @@ class Replicas:
             except MintError as error:
                 self._lose(member, f"would give other results: {error}")
                 raise
-        for number, sample, token, logprob in news.tokens:
+        for number, tokens in news.tokens.items():
             job = member.jobs.get(number)
             if job is None or job.listener is None:
                 continue
-            if job.again.get(sample, 0):
-                job.again[sample] -= 1
-                continue
-            job.heard[sample] += 1
             try:
-                job.listener(sample, token, logprob)
+                job.tell(tokens)
             except Exception as error:  # the boundary: it is raised once all the news are noted
                 log.exception("a listener failed")
                 failure = error
