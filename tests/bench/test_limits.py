@@ -13,7 +13,17 @@ from benchmarks.compare.report import bandwidth_row, flops_row
 from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.turns import Worker
 from benchmarks.compare.utilisation import datasheet_flops, decode_bytes, training_flops
-from mint.engine.machine_limits import Rates, decode_rows, least_training_flops, sampling_seconds, training_seconds
+from mint.engine.machine_limits import (
+    SAMPLING_REST_S,
+    TRAINING_REST_S,
+    Rates,
+    decode_rows,
+    expected_sampling_seconds,
+    expected_training_seconds,
+    least_training_flops,
+    sampling_seconds,
+    training_seconds,
+)
 from mint.models.random_base import SHAPES, ModelShape
 
 LARGE = SHAPES["qwen3-0.6b"]
@@ -48,6 +58,16 @@ def test_a_group_s_prompt_is_prefilled_once() -> None:
     short, long = (GrpoShape(model=LARGE, prompt_tokens=tokens) for tokens in (100, 612))
     more = sampling_seconds(long, RATES, "bfloat16") - sampling_seconds(short, RATES, "bfloat16")
     assert more == pytest.approx(8 * 512 * 2 * 440.4e6 / 400e9, rel=1e-2)
+
+
+def test_what_is_no_product_is_expected_to_take_a_time_for_each_number_that_the_layers_make() -> None:
+    shape = GrpoShape(model=LARGE, prompts=2, group=4, prompt_tokens=10, max_tokens=6)
+    of_row = 28 * (2048 + 1024 + 1024 + 1024 + 3072 + 3072 + 1024)
+    numbers = (2 * 10 + 8 * 5) * of_row + 8 * 6 * 151_936
+    sampling = expected_sampling_seconds(shape, RATES, "bfloat16", 2) - sampling_seconds(shape, RATES, "bfloat16")
+    assert sampling == pytest.approx(numbers * SAMPLING_REST_S / 2)
+    training = expected_training_seconds(shape, RATES, 1) - training_seconds(shape, RATES)
+    assert training == pytest.approx(numbers * TRAINING_REST_S)
 
 
 def test_training_counts_frozen_weights_twice_and_the_unembedding_at_targets_only() -> None:

@@ -132,6 +132,8 @@ def test_a_plan_of_memory_and_one_of_groups_are_one_command() -> None:
     planned = last_line("plan", "--model", "mint/tiny", "--context", "256", "--group-size", "4", "--device-memory", "8")
     assert planned["free"] == 8 << 30 and planned["sequences"] > 4
     assert planned["fits"] == {"kept": True, "recomputed": True, "offloaded": True}
+    expected = last_line("plan", "--model", "mint/tiny", "--context", "256", "--throughput")
+    assert expected["sampled_per_second"] > 100 and expected["trained_per_second"] > 100
     shown = mint("plan", "--model", "mint/tiny", "--device", "cuda", "--device-memory", "24")
     assert shown.exit_code == 0 and "A prediction" in shown.output
     several = last_line(

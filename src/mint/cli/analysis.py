@@ -318,6 +318,10 @@ def plan(
     device_memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a device that is not here")] = None,
     gpus: Annotated[str | None, typer.Option(help="plan for these instead, such as 8xH100")] = None,
     tenants: Annotated[int, typer.Option(min=1, help="models in training, with --gpus")] = 1,
+    throughput: Annotated[
+        bool,
+        typer.Option("--throughput", help="with --model: measure this CPU's products; tokens per second"),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """With --pass-rate: what share of groups, and of tokens, to expect a signal from (`mint doctor TASK` measures the
@@ -328,7 +332,7 @@ def plan(
     if model is not None and gpus is not None:
         _plan_gpus(model, gpus, context, group_size, rank, tenants, as_json=as_json)
     elif model is not None:
-        _plan_model(model, context, group_size, rank, device, device_memory, as_json=as_json)
+        _plan_model(model, context, group_size, rank, device, device_memory, throughput=throughput, as_json=as_json)
     if pass_rate is None:
         if model is None:
             remedy = "Give --pass-rate to plan groups, or --model to plan memory"
@@ -352,9 +356,11 @@ def _plan_model(
     device: DeviceName | None,
     device_memory: float | None,
     *,
+    throughput: bool,
     as_json: bool,
 ) -> None:
     from mint.compose.memory_plan import plan_model  # deferred: it imports torch
+    from mint.compose.throughput import plan_throughput
     from mint.config import read_settings
 
     try:
@@ -367,10 +373,19 @@ def _plan_model(
             device=device,
             device_gib=device_memory,
         )
+        rates = None
+        if throughput:
+            if planned.is_gpu:
+                raise InvalidRequestError(
+                    "is for a CPU", field="--throughput", value="cuda", remedy="Leave it out, or give --gpus 1xH100"
+                )
+            rates = plan_throughput(read_settings(), model, group=group_size, rank=rank)
     except MintError as error:
         fail(error, as_json=as_json)
     if as_json:
-        derived = {"sequences": planned.sequences, "fits_group": planned.fits_group}
+        derived: dict[str, Any] = {"sequences": planned.sequences, "fits_group": planned.fits_group}
+        if rates is not None:
+            derived |= {"sampled_per_second": rates.sampled, "trained_per_second": rates.trained}
         fitting = {name: planned.fits(getattr(planned, name)) for name in ("kept", "recomputed", "offloaded")}
         typer.echo(json.dumps({**asdict(planned), **derived, "fits": fitting}))
         return
@@ -396,6 +411,13 @@ def _plan_model(
         ),
         ("micro-batch", f"{planned.micro_batch_rows} rows; a longer sequence is recomputed"),
     ]
+    if rates is not None:
+        step = rates.step
+        sizes = f"{step.prompts} prompts of {step.prompt_tokens} tokens, {step.group} completions of {step.max_tokens}"
+        rows += [
+            ("sampling", f"{rates.sampled:,.0f} tokens/s: {sizes}"),
+            ("training", f"{rates.trained:,.0f} tokens/s, prompts counted once for each completion"),
+        ]
     print_pairs([(name, Text(value)) for name, value in rows])
     if planned.is_gpu:
         Console().print("A prediction: no GPU was measured. CUDA itself takes some hundred MiB more.")

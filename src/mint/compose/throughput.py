@@ -22,7 +22,16 @@ import mint
 from mint import types
 from mint.compose.embedded import open_embedded, torch_engine
 from mint.config import Settings
-from mint.engine.machine_limits import Device, Rates, StepShape, measured_rows, sampling_seconds, training_seconds
+from mint.engine.machine_limits import (
+    Device,
+    Rates,
+    StepShape,
+    expected_sampling_seconds,
+    expected_training_seconds,
+    measured_rows,
+    sampling_seconds,
+    training_seconds,
+)
 from mint.engine.model.config import DecoderConfig, read_decoder_config
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
@@ -103,13 +112,56 @@ class ThroughputReport:
         }
 
 
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """Tokens per second that are expected of sampling and training on this CPU."""
+
+    step: StepShape
+    sampled: float
+    trained: float
+
+    @classmethod
+    def from_rates(cls, step: StepShape, rates: Rates, dtype: DType, threads: int) -> ThroughputPlan:
+        """From the rates of this machine's products."""
+        sampling_s = expected_sampling_seconds(step, rates, dtype, threads)
+        training_s = expected_training_seconds(step, rates, threads)
+        return cls(step, step.sampled_tokens / sampling_s, step.trained_tokens / training_s)
+
+
+def plan_throughput(settings: Settings, model: str, **sizes: int) -> ThroughputPlan:
+    """Measures this machine's products with matrices of the model's shapes, for some seconds; loads no model.
+
+    `sizes` as in `measure_throughput`.
+
+    Raises:
+        UnknownBaseModelError: the model's files are not on this machine.
+        InvalidRequestError: mint's own decoder does not compute its family.
+    """
+    from mint.engine.machine_rates import MachineRates  # deferred: torch takes seconds to import
+
+    folder = ModelFolder(resolve(model, settings.model_aliases))
+    step = StepShape(_shape_of(read_decoder_config(folder.config)), **sizes)
+    dtype: DType = settings.dtype or "float32"
+    torch_engine(settings)  # sets the threads
+    rows = measured_rows(step, "cpu")
+    machine = MachineRates(step.model, rows=rows, dtype=dtype, kernels_dir=settings.native_folder)
+    return ThroughputPlan.from_rates(step, machine.measure(), dtype, settings.threads)
+
+
 def measure_throughput(
-    model: str, *, settings: Settings, say: Callable[[str], None], repeats: int = 5, **sizes: int
+    model: str,
+    *,
+    settings: Settings,
+    say: Callable[[str], None],
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+    **sizes: int,
 ) -> ThroughputReport:
     """Measures `repeats` steps of sampling and of training, after one of each that is not counted.
 
     `model` is a base model as everywhere, or the name of a shape of `SHAPES`, whose weights are random. `sizes` are
-    `prompts`, `group`, `prompt_tokens`, `max_tokens` and `rank` of `StepShape`.
+    `prompts`, `group`, `prompt_tokens`, `max_tokens` and `rank` of `StepShape`. `clock` in seconds: with one thread,
+    that of CPU time leaves out the waits for a core.
 
     Raises:
         InvalidRequestError: the model cannot be found or read, or the sequences are longer than its context.
@@ -130,8 +182,8 @@ def measure_throughput(
         engine = torch_engine(settings)
         service = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(data_dir), engine=engine))
         with service:
-            kernels_dir = settings.native_folder
-            return _measure(service, model, str(folder), step, kernels_dir, repeats=repeats, load=load, say=say)
+            given = {"repeats": repeats, "load": load, "say": say, "clock": clock}
+            return _measure(service, model, str(folder), step, settings.native_folder, **given)
 
 
 def _measure(
@@ -144,6 +196,7 @@ def _measure(
     repeats: int,
     load: float,
     say: Callable[[str], None],
+    clock: Callable[[], float],
 ) -> ThroughputReport:
     from mint.engine.machine_rates import MachineRates, device_name  # deferred: the engine has loaded torch by now
 
@@ -154,14 +207,14 @@ def _measure(
     dtype: DType = effective["dtype"]
     device: Device = "cuda" if effective["device"].startswith("cuda") else "cpu"
     rows = measured_rows(step, device)
-    machine = MachineRates(step.model, rows=rows, dtype=dtype, device=device, kernels_dir=kernels_dir)
+    machine = MachineRates(step.model, rows=rows, dtype=dtype, device=device, kernels_dir=kernels_dir, clock=clock)
     work = _Work(client, step)
     sampling_s = []
     training_s = []
     rates = []
     for turn in range(1 + repeats):
-        sampling_s.append(_seconds(work.sample))
-        training_s.append(_seconds(work.train))
+        sampling_s.append(_seconds(work.sample, clock))
+        training_s.append(_seconds(work.train, clock))
         rates.append(machine.measure())
         name = f"step {turn} of {repeats}" if turn else "warm-up"
         say(f"{name}: sampling {sampling_s[-1]:.3f} s, training {training_s[-1]:.3f} s")
@@ -228,10 +281,10 @@ class _Work:
         self.client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    started_s = time.perf_counter()
+def _seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:
+    started_s = clock()
     work()
-    return time.perf_counter() - started_s
+    return clock() - started_s
 
 
 def _shape_of(config: DecoderConfig) -> ModelShape:

@@ -22,7 +22,11 @@ are the other parameters); the input of the first block (N" its query, key and v
     FLOP    = rows·(4N + 4L - 2N") - P(p - 1)·4(N' + L') + B·n·4U
     limit   = B(p + n) / (FLOP / r*)
 
-Attention, norms, the choice of tokens, the loss and the optimizer are left out. So nothing reaches the limit.
+Attention, norms, the choice of tokens, the loss and the optimizer are left out. So nothing reaches the limit. What a
+CPU takes for them was measured to grow with the numbers that the linear layers make, O for a row of the blocks and V
+for a target, where o(S) and o(T) are seconds of one thread for each of them:
+
+    expected = limit + o·(rows·O + B·n·V) / threads
 
 Pure arithmetic; `machine_rates` measures.
 """
@@ -44,6 +48,9 @@ DECODE_ROWS = 64
 
 WEIGHT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
+
+SAMPLING_REST_S, TRAINING_REST_S = 3.5e-9, 7.5e-9
+"""o(S) and o(T), of one thread of an AMD EPYC; RESULTS.md has what they predict for shapes that were measured later."""
 
 KEY_VALUE = frozenset({"self_attn.k_proj", "self_attn.v_proj"})
 PROJECTIONS = KEY_VALUE | {"self_attn.q_proj"}
@@ -119,6 +126,24 @@ def sampling_seconds(shape: StepShape, rates: Rates, dtype: DType, device: Devic
 def training_seconds(shape: StepShape, rates: Rates, device: Device = "cpu") -> float:
     """The least time for the gradient of one step's sequences."""
     return least_training_flops(shape) / widest_rate(rates, device)
+
+
+def expected_sampling_seconds(shape: StepShape, rates: Rates, dtype: DType, threads: int) -> float:
+    """What all samples of one step will take on a CPU, with prompts that are computed once for a group."""
+    rows = shape.prompts * shape.prompt_tokens + shape.sequences * (shape.max_tokens - 1)
+    return sampling_seconds(shape, rates, dtype) + SAMPLING_REST_S * _numbers(shape, rows) / threads
+
+
+def expected_training_seconds(shape: StepShape, rates: Rates, threads: int) -> float:
+    """What the gradient of one step's sequences will take on a CPU."""
+    return training_seconds(shape, rates) + TRAINING_REST_S * _numbers(shape, shape.computed_rows) / threads
+
+
+def _numbers(shape: StepShape, rows: int) -> int:
+    """The numbers that the linear layers make of `rows`, and the unembedding of the sampled tokens."""
+    model = shape.model
+    of_row = model.layers * sum(outputs for outputs, _ in model.linears.values())
+    return rows * of_row + shape.sampled_tokens * model.vocabulary
 
 
 def least_training_flops(shape: StepShape) -> float:
