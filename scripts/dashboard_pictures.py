@@ -27,7 +27,7 @@ FEW_COLORS = 256
 """Of the palette of a picture: pages have few colours, and the files are in the repository."""
 
 HIDE_PLACE = """
-document.querySelector(".kept-note code").textContent = "--run-dir ~/.mint/runs/math --resume"
+document.querySelector(".kept-note code").textContent = "mint train rl --run-dir ~/.mint/runs/math --resume"
 """
 """A picture does not show where its runs were made."""
 

@@ -118,6 +118,29 @@ def test_a_run_without_steps_may_get_any_metric_yet(tmp_path: Path) -> None:
         assert get(client, "runs/new/columns", names="reward/meen")["columns"] == {"step": [], "reward/meen": []}
 
 
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        (
+            {"task_spec": {"task": "math", "seed": 0, "options": {}}},
+            "To continue this run: <code>mint train rl --run-dir",
+        ),
+        ({"data_source": {"recipe": "sft", "arguments": {}}}, "To continue this run: <code>mint train sft --run-dir"),
+        ({"data_source": {"recipe": "odd"}}, "repeat its command with <code>--run-dir"),
+        ({}, "repeat its command with <code>--run-dir"),
+    ],
+)
+def test_the_checkpoints_name_the_command_that_continues_a_run(
+    tmp_path: Path, described: dict[str, object], said: str
+) -> None:
+    run = write_run(tmp_path / "runs" / "own", 2)
+    append(run, "checkpoints.jsonl", {"step": 2, "checkpoint": "mint://m/weights/2"})
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, **described}))
+    with showing(tmp_path) as (_, client):
+        assert said in client.get("/runs/own/checkpoints").text
+
+
 def test_a_held_out_reward_of_before_training_says_so(tmp_path: Path) -> None:
     append(write_run(tmp_path / "runs" / "new", 2, planned=9), "evaluations.jsonl", evaluation(0, 0.2))
     with showing(tmp_path) as (_, client):

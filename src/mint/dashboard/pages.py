@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache, lru_cache
@@ -25,6 +26,7 @@ from mint.dashboard.finding_evidence import CHECKED, EVIDENCE, evidence_of
 from mint.dashboard.state import DashboardState
 from mint.errors import MintError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
+from mint.runs.log import DATA_SOURCE
 from mint.runs.reader import latest_findings
 from mint.version import VERSION
 
@@ -139,6 +141,8 @@ def checkpoints(dashboard: DashboardState, request: Request) -> str:
         "checkpoints",
         config=reader.config,
         folder=reader.folder,
+        recipe=_recipe_of(reader.config),
+        command_folder=shlex.quote(str(reader.folder)),
         listed=listed,
         checkpoints=listed["checkpoints"],
         newer=before,
@@ -148,6 +152,14 @@ def checkpoints(dashboard: DashboardState, request: Request) -> str:
         metrics=BISECT_METRICS,
         can_search=dashboard.bisections.can_search,
     )
+
+
+def _recipe_of(config: Mapping[str, Any]) -> str | None:
+    """The recipe with which `mint train` resumes a run by its folder alone; None if the folder does not say enough."""
+    source = config.get(DATA_SOURCE)
+    if isinstance(source, Mapping):
+        return source.get("recipe") if source.get("recipe") in ("sft", "dpo", "distill") else None
+    return "rl" if isinstance(config.get("task_spec"), Mapping) else None
 
 
 def service(dashboard: DashboardState, request: Request) -> str:
