@@ -19,6 +19,8 @@ from waiting import HANG_S, wait_until
 
 import mint
 from mint.cli.main import app
+from mint.compose.page_commands import RunCommands
+from mint.config import read_settings
 from mint.dashboard.app import HEADERS, ROUTES
 from mint.dashboard.finding_evidence import EVIDENCE
 from mint.dashboard.jobs.bisect_jobs import BisectJobs
@@ -139,6 +141,16 @@ def test_the_checkpoints_name_the_command_that_continues_a_run(
     (run / "config.json").write_text(json.dumps({**config, **described}))
     with showing(tmp_path) as (_, client):
         assert said in client.get("/runs/own/checkpoints").text
+
+
+def test_a_run_that_was_to_take_no_step_has_nothing_to_resume(tmp_path: Path) -> None:
+    folders = {steps: write_run(tmp_path / "runs" / f"of-{steps}", 0, planned=steps) for steps in (1, 9)}
+    config = json.loads((folders[1] / "config.json").read_text())
+    (folders[1] / "config.json").write_text(json.dumps({**config, "steps": 0}))
+    with showing(tmp_path, commands=RunCommands(read_settings(), tmp_path)) as (_, client):
+        none, some = (client.get(f"/runs/of-{name}").text for name in (1, 9))
+    assert ">0 / 0<" in none and 'id="resume-bar" hidden' in none
+    assert ">0 / 9<" in some and 'id="resume-bar">' in some
 
 
 def test_a_held_out_reward_of_before_training_says_so(tmp_path: Path) -> None:

@@ -230,9 +230,9 @@ export function compact(value) {
 /** "1 run", "2 runs", "10,000 runs". @param {number} count @param {string} noun */
 export const counted = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
 
-/** Steps done of those planned. @param {{step: number, steps: number}} run */
-export const stepsText = ({ step, steps }) =>
-  `${step.toLocaleString("en-US")} / ${steps ? steps.toLocaleString("en-US") : NONE}`;
+/** Steps done of those planned. @param {{step: number, steps: number, state: string}} run */
+export const stepsText = ({ step, steps, state }) =>
+  `${step.toLocaleString("en-US")} / ${steps || (!step && state !== "unreadable") ? steps.toLocaleString("en-US") : NONE}`;
 
 /** 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h. @param {number | null | undefined} seconds */
 export function duration(seconds) {

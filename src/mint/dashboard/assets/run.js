@@ -189,7 +189,7 @@ function showClock({ summary, elapsed: places }) {
   find(".headline [data-cell=rest]").hidden = !runs;
   find("#stop-bar").hidden = !runs;
   const resume = find("#resume-bar");
-  if (resume) resume.hidden = !["stopped", "failed", "died"].includes(summary.state);
+  if (resume) resume.hidden = !["stopped", "failed", "died"].includes(summary.state) || !summary.steps;
   const left = runs && summary.step && elapsed ? (elapsed / summary.step) * (summary.steps - summary.step) : null;
   find(".headline [data-cell=eta]").textContent = duration(left);
 }
