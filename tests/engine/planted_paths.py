@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -128,3 +129,16 @@ def paths(names: list[str]) -> Iterator[FastPath]:
             yield FastPath(
                 name, f"{size} rows", lambda fast=fast, size=size: fast(size), lambda size=size: _plain(size), 1e-5
             )
+
+
+def paths_of_a_full_device(marker: str) -> Iterator[FastPath]:
+    """Inputs find no memory in the first process, and plain operations of the first path never do."""
+    if not Path(marker).exists():
+        Path(marker).touch()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    yield FastPath("without plain memory", "256 rows", lambda: _sound(256), _without_memory, 1e-5)
+    yield FastPath("sound", "256 rows", lambda: _sound(256), lambda: _plain(256), 1e-5)
+
+
+def _without_memory() -> list[Tensor]:
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -15,6 +15,7 @@ from small_models import write_model
 
 from mint.config import GPU_PATHS, Settings
 from mint.engine import devices
+from mint.engine.cuda import self_check
 from mint.engine.cuda.fast_paths import (
     CAPTURE,
     EXPERTS,
@@ -30,7 +31,7 @@ from mint.engine.cuda.fast_paths import (
     paths,
 )
 from mint.engine.cuda.grouped_experts import ExpertsProduct, StackedLora
-from mint.engine.cuda.self_check import FastPath, PathSource, check_paths, judge, rounding_limit
+from mint.engine.cuda.self_check import FastPath, PathSource, Verdict, check_paths, judge, rounding_limit
 from mint.engine.devices import Device
 from mint.engine.model.config import read_decoder_config
 from mint.models.folder import ModelFolder
@@ -112,6 +113,97 @@ def test_a_path_whose_time_is_its_price_is_not_judged_by_it() -> None:
         for is_timed in (True, False)
     ]
     assert "where plain operations take" in (faults[0] or "") and faults[1] is None
+
+
+class _Crowded:
+    """A sound path on a device that other programs use in the first `tries`, in which `what` happens."""
+
+    def __init__(self, tries: int, what: Callable[[], object]) -> None:
+        self.tries = 0.0
+        self._crowded, self._what = tries, what
+
+    def plain(self) -> list[torch.Tensor]:
+        self.tries += 0.5  # once to warm up, and once timed
+        return [torch.ones(4)]
+
+    def fast(self) -> list[torch.Tensor]:
+        if self.tries <= self._crowded:
+            self._what()
+        return [torch.ones(4)]
+
+
+def _run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def _fail_to_allocate() -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def _wait_for_others() -> None:
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (_run_out_of_memory, "own: it ran out of memory with OutOfMemoryError: CUDA"),
+        (_fail_to_allocate, "own: it ran out of memory with RuntimeError: CUDA error: CUBLAS"),
+        (_wait_for_others, "where plain operations take"),
+    ],
+)
+def test_a_fault_that_another_program_may_cause_is_tried_once_more_and_told_apart(
+    what: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "TRY_AGAIN_S", 0.0)
+    for tries, is_faulty in ((1, False), (2, True)):
+        path = _Crowded(tries, what)
+        verdict = judge(FastPath("path", "own", path.fast, path.plain, 0), is_timed=True)
+        assert (verdict.fault is not None, verdict.is_passing, path.tries) == (is_faulty, is_faulty, 2)
+    assert words in (verdict.fault or "") and "another program" in (verdict.remedy or "")
+
+
+def test_a_fault_of_the_path_itself_is_final_at_once() -> None:
+    def wrong_shared_memory() -> None:
+        raise RuntimeError("out of resource: shared memory, Required: 82000, Hardware limit: 65536")
+
+    path = _Crowded(1, wrong_shared_memory)
+    verdict = judge(FastPath("path", "own", path.fast, path.plain, 0), is_timed=True)
+    assert (verdict.fault or "").startswith("own: it raised RuntimeError: out of resource")
+    assert path.tries == 1 and not verdict.is_passing and verdict.remedy is None
+
+
+def test_plain_operations_that_fail_are_named_and_the_fast_path_is_not_blamed() -> None:
+    def fail() -> list[torch.Tensor]:
+        raise ValueError("no such operation")
+
+    verdict = judge(FastPath("path", "own", lambda: [torch.ones(4)], fail, 0), is_timed=True)
+    assert verdict.fault == "own: it was not compared, because plain operations raised ValueError: no such operation"
+    assert not verdict.is_passing
+
+
+def test_a_device_without_memory_costs_no_path_that_has_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "TRY_AGAIN_S", 0.0)
+    source = PathSource("planted_paths", "paths_of_a_full_device", str(tmp_path / "marker"))
+    full, sound = check_paths(source, is_timed=True, deadline_s=60)
+    assert (full.name, sound.name, sound.fault, full.is_passing) == ("without plain memory", "sound", None, True)
+    words = "256 rows: it was not compared, because plain operations ran out of memory with OutOfMemoryError: CUDA"
+    assert (full.fault or "").startswith(words)
+
+
+def test_the_log_says_what_to_do_about_a_fault_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "tied")
+    verdicts = [Verdict(FLEX, "5 rows: it ran out of memory", is_passing=True), Verdict(OPTIMIZER, "it raised")]
+    monkeypatch.setattr(devices, "check_paths", lambda *_, **__: verdicts)
+    device = Device("cuda", None, gpu_kernels=True)
+    device.check(read_decoder_config(ModelFolder(tmp_path).config), torch.bfloat16)
+    passing, lasting = (record.getMessage() for record in caplog.records)
+    assert "ran out of memory; another program on this GPU may have caused it: end that one" in passing
+    assert "another program" not in lasting and "mint doctor gpu" in lasting
 
 
 def test_every_path_but_the_batch_invariant_one_can_be_switched_off_by_its_name(

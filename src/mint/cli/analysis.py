@@ -279,7 +279,8 @@ def _check_gpu(*, as_json: bool) -> None:
         for dtype, verdicts in report.verdicts.items():
             for own in verdicts:
                 times = f"{1e3 * own.seconds:.2f} ms, plain {1e3 * own.plain_seconds:.2f} ms, error {own.error:.1e}"
-                typer.echo(f"{dtype:9} {own.name:16} {'ok  ' + times if own.fault is None else '!!  ' + own.fault}")
+                found = f"ok  {times}" if own.fault is None else f"!!  {own.fault}{_advice(own.remedy)}"
+                typer.echo(f"{dtype:9} {own.name:16} {found}")
     if report.faults:
         raise typer.Exit(1)
 

@@ -99,9 +99,10 @@ class Device:
             failed = [verdict.name] if verdict.name in names else names
             self.switched_off |= dict.fromkeys(failed, verdict.fault)
             log.warning(
-                "%s switched off on this GPU: %s; `mint doctor gpu` prints a report to send",
+                "%s switched off on this GPU: %s; %s",
                 " and ".join(failed),
                 verdict.fault,
+                verdict.remedy or "`mint doctor gpu` prints a report to send",
             )
 
     def _paths_of(self, config: DecoderConfig | None, dtype: torch.dtype) -> list[str]:

@@ -1,8 +1,9 @@
 """Compares each fast path with plain operations of torch, on this device and in a process of its own.
 
 A path that raises, differs, hangs, leaks or is too slow is switched off before a model uses it. The comparisons run in
-a child process, because a faulty kernel may end its process, spoil the device for it, or never return. Knows no kernel:
-`check_paths` says which paths there are.
+a child process, because a faulty kernel may end its process, spoil the device for it, or never return. Another program
+on the device may take its memory or its time for a while: where memory ran out, or a path was slow, it is tried once
+more. Knows no kernel: `check_paths` says which paths there are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ START_S = 300.0
 
 REPEATS = 3
 """Runs after the first one, which compiles."""
+
+TRY_AGAIN_S = 2.0
+"""The pause before a path is tried once more, for another program to end or to give memory back."""
 
 SLOWER = 3.0
 """A path that takes so many times as long as plain operations is not worth its risk."""
@@ -83,6 +87,16 @@ class Verdict:
     plain_seconds: float = 0.0
     error: float = 0.0
 
+    is_passing: bool = False
+    """Whether another program on the device may have caused the fault: memory ran out, or it took too long, twice."""
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do about a fault that may pass."""
+        return (
+            "another program on this GPU may have caused it: end that one, and start again" if self.is_passing else None
+        )
+
 
 Paths = Callable[[Any], Iterator[FastPath]]
 
@@ -110,9 +124,23 @@ def rounding_limit(dtype: torch.dtype, *, terms: int, roundings: int = 1, tf32: 
 
 
 def judge(path: FastPath, *, is_timed: bool) -> Verdict:
-    """Runs both ways and compares them. `is_timed`: whether the times mean something (an interpreter's do not)."""
-    is_timed = is_timed and path.is_timed
-    expected, plain_bytes, plain_s = _measured(path.plain, repeats=1)
+    """Runs both ways and compares them, and once more after a fault that may pass. `is_timed`: whether the times mean
+    something (an interpreter's do not)."""
+    verdict = _judge_once(path, is_timed=is_timed and path.is_timed)
+    if not verdict.is_passing:
+        return verdict
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    time.sleep(TRY_AGAIN_S)
+    return _judge_once(path, is_timed=is_timed and path.is_timed)
+
+
+def _judge_once(path: FastPath, *, is_timed: bool) -> Verdict:
+    try:
+        expected, plain_bytes, plain_s = _measured(path.plain, repeats=1)
+    except Exception as error:  # noqa: BLE001  says nothing of the fast path
+        what = f"it was not compared, because plain operations {_words(error)}"
+        return Verdict(path.name, f"{path.case}: {what}", is_passing=_is_out_of_memory(error))
     before = _allocated()
     try:
         found, first_bytes, _ = _measured(path.fast, repeats=0)
@@ -125,7 +153,7 @@ def judge(path: FastPath, *, is_timed: bool) -> Verdict:
         # The fastest of several runs: one run alone may have waited for another program.
         _, fast_bytes, seconds = _measured(path.fast, repeats=REPEATS if is_timed else 0)
     except Exception as error:  # noqa: BLE001  whatever a kernel does is a finding
-        return Verdict(path.name, f"{path.case}: it raised {type(error).__name__}: {str(error)[:300]}")
+        return Verdict(path.name, f"{path.case}: it {_words(error)}", is_passing=_is_out_of_memory(error))
     difference, error = _difference(expected, found, path.tolerance)
     fault = difference
     if fault is None and not is_repeated:
@@ -137,9 +165,25 @@ def judge(path: FastPath, *, is_timed: bool) -> Verdict:
     if fault is None and (fast_bytes > allowed or max(first_bytes, held[0] - before) > allowed + SET_UP_BYTES):
         needed = max(fast_bytes, first_bytes) >> 20
         fault = f"it needed {needed} MiB, where plain operations need {plain_bytes >> 20}"
-    if fault is None and is_timed and seconds > max(SLOWER * plain_s, LEAST_SLOW_S):
+    is_slow = fault is None and is_timed and seconds > max(SLOWER * plain_s, LEAST_SLOW_S)
+    if is_slow:
         fault = f"it took {1e3 * seconds:.2f} ms, where plain operations take {1e3 * plain_s:.2f}"
-    return Verdict(path.name, fault and f"{path.case}: {fault}", seconds, plain_s, error)
+    return Verdict(path.name, fault and f"{path.case}: {fault}", seconds, plain_s, error, is_passing=is_slow)
+
+
+def _words(error: Exception) -> str:
+    """What a computation did that raised this."""
+    verb = "ran out of memory with" if _is_out_of_memory(error) else "raised"
+    return f"{verb} {type(error).__name__}: {str(error)[:300]}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _tells_of_memory(str(error))
+
+
+def _tells_of_memory(words: str) -> bool:
+    """The words of torch, driver and cuBLAS. A kernel that wants too much shared memory has others."""
+    return "out of memory" in words or "STATUS_ALLOC_FAILED" in words
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor], tolerance: float) -> tuple[str | None, float]:
@@ -239,10 +283,10 @@ def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADL
 
     Each case of a path has `deadline_s`. After one that does not return or ends the process, the others are checked in
     another process. A path that has failed is faulty: its further cases are left out. If not even the first path of a
-    process can be named, one verdict of the name `self-check` says why.
+    process can be named, one verdict of the name `self-check` says why; where memory ran out, after a second try.
     """
     verdicts: dict[str, Verdict] = {}
-    first = 0
+    first, is_second = 0, False
     while True:
         faulty = [name for name, verdict in verdicts.items() if verdict.fault is not None]
         lines, ending = _run_child(source, first, faulty, is_timed=is_timed, deadline_s=deadline_s)
@@ -257,8 +301,13 @@ def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADL
                 verdicts[own.name] = own
         if ending is None:
             return list(verdicts.values())
+        is_passing = _tells_of_memory(ending)
+        if started is None and is_passing and not is_second:
+            is_second = True
+            time.sleep(TRY_AGAIN_S)
+            continue
         if started is None:
-            return [*verdicts.values(), Verdict("self-check", f"it {ending}")]
+            return [*verdicts.values(), Verdict("self-check", f"it {ending}", is_passing=is_passing)]
         verdicts[started] = Verdict(started, f"it {ending}")
 
 
