@@ -15,6 +15,8 @@ from mint.cli.main import app
 from mint.compose.installation import EXTRAS, Check, check_installation
 from mint.config import read_settings
 from mint.engine.cpu.build import TESTED_HERE
+from mint.engine.cuda.gpu_report import GpuReport
+from mint.engine.cuda.self_check import Verdict
 from mint.extras import install_command
 from mint.version import VERSION
 
@@ -72,3 +74,19 @@ def test_the_report_of_a_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     answer = CliRunner().invoke(app, ["doctor", "gpu"])
     assert answer.exit_code == 1 and "cuda" in answer.output and "nvidia-smi" in answer.output
+
+
+def test_the_report_of_a_gpu_says_what_to_do_about_a_fault_that_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [
+        Verdict("slow", "it took 9 ms", is_passing=True),
+        Verdict("wrong", "it differs"),
+        Verdict("sound", None),
+    ]
+    report = GpuReport({"GPU": "a card"}, {"bfloat16": verdicts})
+    monkeypatch.setattr("mint.engine.cuda.gpu_report.check_gpu", lambda _version: report)
+    answer = CliRunner().invoke(app, ["doctor", "gpu"])
+    slow, wrong, sound = answer.output.splitlines()[-3:]
+    assert answer.exit_code == 1 and "it took 9 ms → another program on this GPU" in slow
+    assert wrong.endswith("it differs") and "ok" in sound
+    as_json = json.loads(CliRunner().invoke(app, ["doctor", "gpu", "--json"]).output)
+    assert [own["is_passing"] for own in as_json["verdicts"]["bfloat16"]] == [True, False, False]
