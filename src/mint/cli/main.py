@@ -43,7 +43,7 @@ EXAMPLES = {
 """A whole command for whoever left out an argument, or gave one too many."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""What the parser of the command line raises; typer has no public name for it."""
+"""The error of the command line's parser; typer has no public name for it."""
 
 
 class _Commands(TyperGroup):

@@ -94,7 +94,7 @@ def parallelism(settings: Settings) -> Parallelism:
 
 
 def _crew(settings: Settings, data_dir: Path) -> Crew:
-    """Whose processes these are. Only those with the same settings and the same code are taken over."""
+    """The processes of this server. A start takes over only those with the same settings and the same code."""
     from mint.cluster.lifetime.lease import Crew
 
     identity = count_start(data_dir)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class _Kind(IntEnum):
-    """What a rank is about to do."""
+    """The next step of a rank."""
 
     FORWARD = 0
     FORWARD_AND_KEEP = 1
@@ -128,7 +128,7 @@ class ExpertRanks:
                 own = PassOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else PassOutcome.FAILED
 
     def exchange(self, kind: _Kind, layer: int, counts: Sequence[int], sent: Tensor) -> Tensor:
-        """What the owners make of this rank's rows `sent`, once it is this layer's turn.
+        """Sends this rank's rows `sent` to the owners of their experts, once it is this layer's turn; returns their results.
 
         Raises:
             PeerMemoryError: memory has run out at another rank.
@@ -189,7 +189,7 @@ class ExpertRanks:
     def _compute(
         self, kind: _Kind, exchange: _LayerExchange, rows: Sequence[Tensor], served: Mapping[int, Sequence[int]]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """What this rank's experts make of the rows of each rank; and the gradients of their loras for the others."""
+        """The results of this rank's experts for the rows of each rank, and the gradients of their loras for the others."""
         if kind is not _Kind.BACKWARD:
             keeps = kind is _Kind.FORWARD_AND_KEEP
             return {rank: exchange.forward(rank, rows[rank], own, keeps=keeps) for rank, own in served.items()}, {}

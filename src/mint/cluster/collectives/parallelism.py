@@ -76,7 +76,7 @@ class Parallelism:
             )
 
     def promise(self, trainers: int) -> dict[str, Any]:
-        """What `get_info` says of it: the `reductions`, and on which numbers of ranks a run ends with one digest
+        """The entries of `get_info`: the `reductions`, and on which numbers of ranks a run ends with one digest
         (`same_digest_on`)."""
         return {
             "reductions": self.reductions,
