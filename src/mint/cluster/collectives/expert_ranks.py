@@ -128,7 +128,7 @@ class ExpertRanks:
                 own = PassOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else PassOutcome.FAILED
 
     def exchange(self, kind: _Kind, layer: int, counts: Sequence[int], sent: Tensor) -> Tensor:
-        """Sends this rank's rows `sent` to the owners of their experts, once it is this layer's turn; returns their results.
+        """Sends the rows `sent` to the owners of their experts, once it is this layer's turn; returns their results.
 
         Raises:
             PeerMemoryError: memory has run out at another rank.
@@ -189,7 +189,7 @@ class ExpertRanks:
     def _compute(
         self, kind: _Kind, exchange: _LayerExchange, rows: Sequence[Tensor], served: Mapping[int, Sequence[int]]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The results of this rank's experts for the rows of each rank, and the gradients of their loras for the others."""
+        """The results of this rank's experts for the rows of each rank, and the gradients of their loras."""
         if kind is not _Kind.BACKWARD:
             keeps = kind is _Kind.FORWARD_AND_KEEP
             return {rank: exchange.forward(rank, rows[rank], own, keeps=keeps) for rank, own in served.items()}, {}
