@@ -129,13 +129,13 @@ def training_seconds(shape: StepShape, rates: Rates, device: Device = "cpu") -> 
 
 
 def expected_sampling_seconds(shape: StepShape, rates: Rates, dtype: DType, threads: int) -> float:
-    """What all samples of one step will take on a CPU, with prompts that are computed once for a group."""
+    """The predicted time of all samples of one step on a CPU; the prompt of a group is computed once."""
     rows = shape.prompts * shape.prompt_tokens + shape.sequences * (shape.max_tokens - 1)
     return sampling_seconds(shape, rates, dtype) + SAMPLING_REST_S * _numbers(shape, rows) / threads
 
 
 def expected_training_seconds(shape: StepShape, rates: Rates, threads: int) -> float:
-    """What the gradient of one step's sequences will take on a CPU."""
+    """The predicted time of the gradient of one step's sequences on a CPU."""
     return training_seconds(shape, rates) + TRAINING_REST_S * _numbers(shape, shape.computed_rows) / threads
 
 

@@ -44,7 +44,7 @@ def capture(run: Callable[[], Tensor], *, pool: Any) -> tuple[torch.cuda.CUDAGra
 
 @contextmanager
 def _without_garbage_collection() -> Generator[None]:
-    """What it would end, such as other graphs, may call what a capture must not."""
+    """Objects that a collection frees, such as other graphs, may make calls that a capture forbids."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

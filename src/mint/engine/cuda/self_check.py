@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def remedy(self) -> str | None:
-        """What to do about a fault that may pass."""
+        """The remedy for a fault that may pass."""
         return (
             "another program on this GPU may have caused it: end that one, and start again" if self.is_passing else None
         )
@@ -172,7 +172,7 @@ def _judge_once(path: FastPath, *, is_timed: bool) -> Verdict:
 
 
 def _words(error: Exception) -> str:
-    """What a computation did that raised this."""
+    """Describes the error that a computation raised."""
     verb = "ran out of memory with" if _is_out_of_memory(error) else "raised"
     return f"{verb} {type(error).__name__}: {str(error)[:300]}"
 
