@@ -20,7 +20,7 @@ from mint.errors import InvalidRequestError, NotFoundError
 from mint.tokenizer import TOKENIZER_FILES, load_tokenizer
 from mint.types import TokenizerFilesResponse
 
-_folders: dict[tuple[str, str], str] = {}
+_folders: dict[tuple[str, str], Path] = {}
 
 
 def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
@@ -33,15 +33,15 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
     if session.is_embedded:
         return load_tokenizer(tokenizer_id, base_model)
     key = (session.endpoint.url, base_model)
-    if key not in _folders:
+    if key not in _folders or not _folders[key].is_dir():  # a user may have removed what is kept under MINT_HOME
         try:
             answer = wait(
                 session.run(session.server.get(f"tokenizers/{quote(base_model)}", TokenizerFilesResponse)), None
             )
         except NotFoundError:  # another server of this protocol, which sends no tokenizers
             return load_tokenizer("", tokenizer_id or base_model)
-        _folders[key] = str(store_files(answer.files, read_settings().home_dir / "tokenizers"))
-    return load_tokenizer(_folders[key], base_model)
+        _folders[key] = store_files(answer.files, read_settings().home_dir / "tokenizers")
+    return load_tokenizer(str(_folders[key]), base_model)
 
 
 def store_files(files: dict[str, str], home: Path) -> Path:
