@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # so that each file's processes end with it: they take half a gigabyte each
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRanks]:
     """`on_ranks(world, function, *arguments)` calls a function of a module on each rank of a new group; returns what
     the ranks return, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +23,14 @@ from mint.engine.torch_engine import TorchEngine
 
 ROWS = 40
 STEPS = 3
+WAIT = timedelta(seconds=240)
 
 
 def run_rank(rank: int, world: int, store: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Calls the function in a gloo group of its own."""
+    """Calls the function in a gloo group of its own. If a rank is lost, the others fail after `WAIT`."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    joined = dist.FileStore(str(store), world)
+    dist.init_process_group("gloo", timeout=WAIT, store=joined, rank=rank, world_size=world)
     try:
         result = function(*arguments)
         dist.barrier()  # another rank may still be connecting, if the function exchanges nothing
