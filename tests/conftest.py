@@ -12,7 +12,6 @@ import pytest
 from default_engine import use_clusters
 from hypothesis import settings
 
-from mint.client import session
 from mint.config import Settings, shorten_thread_spinning
 
 settings.register_profile("mint", deadline=None)  # how long an example takes depends on what else the machine does
@@ -61,16 +60,6 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MINT_HOME", str(tmp_path / "mint-home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MINT_THREADS", "1")  # two threads on two busy cores wait for each other most of the time
-
-
-@pytest.fixture(autouse=True)
-def _no_service_left(_own_environment: None) -> Iterator[None]:
-    """Ends the services in this process that a test has left open, as the end of a program does: they hold models."""
-    before = set(session._open_sessions)
-    yield
-    for left in set(session._open_sessions) - before:
-        if left.is_embedded:
-            left.close()
 
 
 @pytest.fixture(autouse=True)
