@@ -36,13 +36,37 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "qwen3_moe": {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 8},
 }
+HYBRID = {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4}
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "gpt_oss": {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 8},
+    "phi3": {"num_attention_heads": 8, "num_key_value_heads": 4},
+}
+"""Delta nets, gates of outputs, shared and stacked experts, sinks and fused matrices."""
+FAMILIES = [*SHAPES, "qwen3_next", "gpt_oss"]
+FAST = [
+    ("qwen3", "float32"),
+    ("qwen3", "bfloat16"),
+    ("qwen3_moe", "bfloat16"),
+    ("qwen3_next", "float32"),
+    ("gpt_oss", "float32"),
+]
+CASES = [
+    pytest.param(family, dtype, marks=() if (family, dtype) in FAST else pytest.mark.slow)
+    for family in (*SHAPES, *OTHER_SHAPES)
+    for dtype in ("float32", "bfloat16")
+]
+"""Each family in each dtype, those that are alike only in the slow suite."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in SHAPES}
+    shapes = SHAPES | OTHER_SHAPES
+    folders = {family: tmp_path_factory.mktemp(family) for family in shapes}
     for family, folder in folders.items():
-        write_model(folder, "tied", family=family, **SHAPES[family])
+        write_model(folder, "tied", family=family, **shapes[family])
     return folders
 
 
@@ -64,8 +88,7 @@ def of_one_process(folder: Path, **options: Any) -> tuple[Any, ...]:
     return plain_values(*train_steps(engine_with(ALONE, folder, chunked=True, **options)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_two_ranks_that_divide_the_layers_end_with_the_state_of_one_process(
     on_ranks: OnRanks, models: dict[str, Path], family: str, dtype: str
 ) -> None:
@@ -76,7 +99,7 @@ def test_two_ranks_that_divide_the_layers_end_with_the_state_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "tensor_parallel"), [(4, 4), (4, 2), (1, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*SHAPES, *OTHER_SHAPES])
 def test_any_number_of_ranks_that_divide_the_layers_and_the_micro_batches_ends_with_the_state_of_one_process(
     on_ranks: OnRanks, models: dict[str, Path], family: str, dtype: str, world: int, tensor_parallel: int
 ) -> None:
@@ -98,15 +121,15 @@ def steps_with_kernels(folder: Path, tensor_parallel: int, dtype: str, kernels: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "merged"), [("float32", True), ("float32", False), ("bfloat16", True)])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_in_c_compute_chunks(
     on_ranks: OnRanks, tmp_path: Path, family: str, dtype: str, merged: bool
 ) -> None:
     """Also where loras are not merged into copies of the matrices, as those of large models are not."""
     model, kernels = tmp_path / "model", tmp_path / "kernels"
     wide = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}
-    experts = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
-    write_model(model, "tied", family=family, **{**SHAPES[family], **wide, **experts})
+    experts = {"moe_intermediate_size": 32} if family in ("qwen3_moe", "qwen3_next") else {}
+    write_model(model, "tied", family=family, **{**(SHAPES | OTHER_SHAPES)[family], **wide, **experts})
     merges = nullcontext() if merged else patch.object(NativeOperations, "merged_bytes", 0)
     with merges:
         engine = engine_with(ALONE, model, dtype=dtype, native=kernels, chunked=True)
@@ -118,9 +141,9 @@ def test_the_kernels_in_c_compute_chunks(
         assert on_ranks(world, steps_with_kernels, model, world, dtype, kernels, merged) == [expected] * world
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama", "gemma3_text", "exaone4"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama", "gemma3_text", "exaone4", *OTHER_SHAPES])
 def test_a_chunked_model_computes_what_the_plain_one_does(tmp_path: Path, family: str) -> None:
-    shape = SHAPES.get(family, {"num_attention_heads": 8, "num_key_value_heads": 4})
+    shape = (SHAPES | OTHER_SHAPES).get(family, {"num_attention_heads": 8, "num_key_value_heads": 4})
     if family == "qwen2":  # a head's width follows from the hidden size
         shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None}
     write_model(tmp_path, "tied", family=family, **shape)
@@ -138,8 +161,9 @@ def test_a_chunked_model_computes_what_the_plain_one_does(tmp_path: Path, family
             engine.write_state("m", plain.read_state("m"))
 
 
-def test_a_lora_that_was_trained_in_chunks_is_that_of_a_plain_model(models: dict[str, Path]) -> None:
-    plain, chunked = (engine_with(ALONE, models["qwen3_moe"], chunked=is_chunked) for is_chunked in (False, True))
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text", "phi3"])
+def test_a_lora_that_was_trained_in_chunks_is_that_of_a_plain_model(models: dict[str, Path], family: str) -> None:
+    plain, chunked = (engine_with(ALONE, models[family], chunked=is_chunked) for is_chunked in (False, True))
     train_steps(chunked)
     state = chunked.read_state("m")
     plain.write_state("m", state)
@@ -151,8 +175,7 @@ def test_a_lora_that_was_trained_in_chunks_is_that_of_a_plain_model(models: dict
         np.testing.assert_allclose(*logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_samples_have_the_logprobs_of_the_trainer_bit_for_bit(
     models: dict[str, Path], tmp_path: Path, family: str, dtype: str
 ) -> None:
@@ -180,7 +203,7 @@ def memory_of_a_rank(folder: Path, tensor_parallel: int) -> tuple[int, int]:
     return decoder.layer_bytes, sum(frame.router.size_bytes for frame in decoder._frames if frame.router is not None)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*SHAPES, pytest.param("qwen3_next", marks=pytest.mark.slow), "gpt_oss"])
 def test_each_rank_keeps_its_part_of_the_layers(on_ranks: OnRanks, models: dict[str, Path], family: str) -> None:
     plain: Any = engine_with(ALONE, models[family])._bases["base"]._trained
     whole = sum(matrix.size_bytes for layer in plain.weights.layers for matrix in layer_matrices(layer))
@@ -257,7 +280,7 @@ def test_more_ranks_than_chunks_are_refused(on_ranks: OnRanks, folder: Path) -> 
         assert "2 chunks" in found and "tensor_parallel = 4" in found
 
 
-@pytest.mark.parametrize("family", ["phi3", "qwen3_5_text", "olmo2", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
 def test_families_whose_layers_are_not_cut_are_refused(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, "tied", family=family)
     with pytest.raises(InvalidRequestError, match="not cut into chunks"):
@@ -271,6 +294,6 @@ def test_what_does_not_go_together_is_refused(models: dict[str, Path]) -> None:
 
 def test_the_number_of_chunks_follows_from_the_model(models: dict[str, Path], folder: Path) -> None:
     counts = [chunk_count(read_decoder_config(ModelFolder(path).config)) for path in (folder, *models.values())]
-    assert counts == [2, 4, 4]
+    assert counts == [2, *[4] * len(models)]
     engine = engine_with(ALONE, models["qwen3"], chunked=True)
     assert engine.load_base("base", "").settings["tensor_chunks"] == 4

@@ -26,7 +26,11 @@ from mint.errors import InvalidRequestError
 STEPS = 5
 SILENCE_S = 5.0
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-SHAPES = {"qwen3": HEADS, "qwen3_moe": {**HEADS, "num_experts": 8}}
+SHAPES = {
+    "qwen3": HEADS,
+    "qwen3_moe": {**HEADS, "num_experts": 8},
+    "qwen3_5_moe_text": {**HEADS, "linear_num_key_heads": 4},
+}
 
 
 @pytest.fixture(scope="module")

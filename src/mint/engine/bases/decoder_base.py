@@ -162,7 +162,7 @@ class DecoderBase(BaseModel):
 
     def _new_memory(self) -> SamplerMemory:
         decoder = self._decoder
-        net = decoder.config.delta_net
+        net = decoder.delta_net
         # A state is as large as the keys and values of hundreds of tokens, so each kind of layer gets one half.
         size = self._kv_cache_bytes if net is None else self._kv_cache_bytes // 2
         cache = KVCache(decoder.config, decoder.dtype, decoder.device, size)

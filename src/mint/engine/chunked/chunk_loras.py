@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mint.engine.chunked.chunk_shapes import output_runs
 from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights, parameter_count
+from mint.engine.model.config import DecoderConfig
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.reductions.chunk_sums import Chunks
 
@@ -22,12 +24,12 @@ from mint.engine.reductions.chunk_sums import Chunks
 class ChunkedLoras:
     """`LoraLinears` of what is whole, with the parts of loras for the chunks."""
 
-    def __init__(self, chunks: Chunks, whole: LoraLinears, parts: Sequence[LoraLinears], experts: int) -> None:
-        """`parts` are those of the own chunks, each of which has so many `experts` of a layer."""
+    def __init__(self, chunks: Chunks, whole: LoraLinears, parts: Sequence[LoraLinears], config: DecoderConfig) -> None:
+        """`parts` are those of the own chunks of a model with this `config`."""
         self._chunks = chunks
         self._whole = whole
         self._parts = parts
-        self._cut = _Cut(chunks.count, experts)
+        self._cut = _Cut(chunks.count, config)
         self._loras: dict[LoraWeights, _CutLora] = {}
 
     def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
@@ -102,8 +104,9 @@ class ChunkedLoras:
 
     def _targets(self, lora: LoraWeights, names: Sequence[str], chunk: int, *, are_shared: bool) -> list[Tensor]:
         """The gradients of a lora for what a chunk has: with all others, or alone."""
-        views = [own for name in names for own in self._cut.views(name, _grads(lora.sites[name]), chunk)]
-        return [grad for grad, is_shared in views if is_shared == are_shared]
+        sites = self._loras[lora].whole
+        views = [own for name in names for own in self._cut.views(sites[name], _grads(lora.sites[name]), chunk)]
+        return [view for own in views if own.is_shared == are_shared for view in own.views]
 
     def _current(self, lora: LoraWeights) -> _CutLora:
         """The parts of a lora as it is now."""
@@ -115,10 +118,11 @@ class ChunkedLoras:
             with torch.inference_mode(mode=False), torch.no_grad():
                 for chunk, part in zip(self._chunks.own, found.parts, strict=True):
                     for name, own in part.sites.items():
-                        whole = lora.sites[self._cut.name_in_whole(name, chunk)]
-                        views = self._cut.views(self._cut.name_in_whole(name, chunk), (whole.a, *whole.bs), chunk)
-                        for target, (source, _) in zip((own.a, *own.bs), views, strict=True):
-                            target.copy_(source)
+                        name_in_whole = self._cut.name_in_whole(name, chunk)
+                        whole = lora.sites[name_in_whole]
+                        sources = self._cut.views(found.whole[name_in_whole], (whole.a, *whole.bs), chunk)
+                        for target, source in zip((own.a, *own.bs), sources, strict=True):
+                            _copy(target, source.views)
         return found
 
     def _new(self, lora: LoraWeights) -> _CutLora:
@@ -131,54 +135,69 @@ class ChunkedLoras:
                 parts.append(LoraWeights(sites, lora.spec, lora.flat.device))
                 if is_trained:
                     parts[-1].enable_gradient()
-        return _CutLora(parts)
+        return _CutLora(parts, {site.name: site for site in lora.layout})
 
 
 @dataclass
 class _CutLora:
-    """The parts of one lora for the own chunks, and the version of the lora of which they are."""
+    """The parts of one lora for the own chunks, its sites by name, and the version of the lora of which they are."""
 
     parts: list[LoraWeights]
+    whole: dict[str, Site]
     version: int | None = None
 
 
 @dataclass(frozen=True)
+class _CutMatrix:
+    """What a chunk has of a matrix of a lora: views, one below the other; and whether all chunks have it."""
+
+    views: Sequence[Tensor]
+    is_shared: bool
+
+
 class _Cut:
     """Which part of a site's matrices a chunk has. Names of experts' sites count from 0 in each chunk, as those of its
     matrices do."""
 
-    count: int
-    experts: int
+    def __init__(self, count: int, config: DecoderConfig) -> None:
+        self._count = count
+        self._config = config
+        self._experts = 0 if config.experts is None else config.experts.count // count
 
     def site(self, site: Site, chunk: int) -> Site | None:
         """The site of a chunk; None where it has nothing of it."""
         expert = _expert_of(site.name)
         if expert is not None:
-            if expert // self.experts != chunk:
+            if expert // self._experts != chunk:
                 return None
-            name = _renamed(site.name, expert % self.experts)
+            name = _renamed(site.name, expert % self._experts)
             return Site(name, site.modules, site.inputs, site.outputs)
         if _is_whole(site.name):
             return None
         if _by_outputs(site.name):
-            return Site(site.name, site.modules, site.inputs, tuple(size // self.count for size in site.outputs))
-        return Site(site.name, site.modules, site.inputs // self.count, site.outputs)
+            return Site(site.name, site.modules, site.inputs, tuple(size // self._count for size in site.outputs))
+        return Site(site.name, site.modules, site.inputs // self._count, site.outputs)
 
     def name_in_whole(self, name: str, chunk: int) -> str:
         """The name of a chunk's site among all."""
         expert = _expert_of(name)
-        return name if expert is None else _renamed(name, expert + chunk * self.experts)
+        return name if expert is None else _renamed(name, expert + chunk * self._experts)
 
-    def views(self, name: str, whole: Sequence[Tensor], chunk: int) -> list[tuple[Tensor, bool]]:
-        """The views of a chunk in `whole`, a and the bs of a site by its name among all, and whether all chunks have
-        them."""
-        a, *bs = whole
-        expert = _expert_of(name)
+    def views(self, site: Site, matrices: Sequence[Tensor], chunk: int) -> list[_CutMatrix]:
+        """What a chunk has of the `matrices` of a site of the whole model: a and the bs, or their gradients."""
+        a, *bs = matrices
+        expert = _expert_of(site.name)
         if expert is not None:
-            return [(own, False) for own in whole] if expert // self.experts == chunk else []
-        if _by_outputs(name):
-            return [(a, True), *((b.chunk(self.count)[chunk], False) for b in bs)]
-        return [(a.chunk(self.count, dim=1)[chunk], False), *((b, True) for b in bs)]
+            is_own = expert // self._experts == chunk
+            return [_CutMatrix([own], is_shared=False) for own in (a, *bs)] if is_own else []
+        if not _by_outputs(site.name):
+            columns = a.chunk(self._count, dim=1)[chunk]
+            return [_CutMatrix([columns], is_shared=False), *(_CutMatrix([b], is_shared=True) for b in bs)]
+        found = [_CutMatrix([a], is_shared=True)]
+        for module, b in zip(site.modules, bs, strict=True):
+            runs = b.split(output_runs(self._config, module) or (len(b),))
+            found.append(_CutMatrix([run.chunk(self._count)[chunk] for run in runs], is_shared=False))
+        return found
 
     def shared(self, name: str, matrices: Sequence[Tensor]) -> list[bool]:
         """Which of a site's matrices all chunks have, a and the bs."""
@@ -204,12 +223,18 @@ def _is_whole(name: str) -> bool:
 
 
 def _by_outputs(name: str) -> bool:
-    return name.endswith((".qkv", ".gate_up"))
+    return name.endswith((".qkv", ".in", ".gate_up"))
 
 
 def _grads(site: SiteWeights) -> list[Tensor]:
     grads = [matrix.grad for matrix in (site.a, *site.bs)]
     return [grad for grad in grads if grad is not None]
+
+
+def _copy(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """The parts, one below the other, into the target."""
+    for own, part in zip(target.split([len(part) for part in parts]), parts, strict=True):
+        own.copy_(part)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """The decoder whose layers are cut into chunks, of which several processes may compute a part each.
 
-A chunk is a part of a layer that reads whole rows and makes whole rows: some key heads with their query heads and the
-part of the output matrix that reads them, or a part of the inner width of an MLP, or some experts. The layer is the sum
+A chunk is a part of a layer that reads whole rows and makes whole rows: some key heads with their query heads, or their
+value heads in a delta net, and the part of the output matrix that reads them, or a part of the inner width of an MLP or
+of a shared expert, or some experts. The layer is the sum
 of its chunks, in a fixed tree. A chunk is computed alone, with the same shapes in every process: so the bits depend on
 the number of chunks, which follows from the model, and not on the number of processes. Norms, routers, embedding and
 unembedding are whole in every process, and so are the loras.
@@ -25,23 +26,33 @@ from mint.engine.chunked.chunk_loras import ChunkedLoras
 from mint.engine.chunked.chunk_shapes import chunk_config, chunk_tensors, layer_tensors, router_name
 from mint.engine.chunked.sum_of_chunks import ChunkedStep, RunChunks
 from mint.engine.lora import LoraWeights
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, DeltaNetConfig
 from mint.engine.model.decoder import Decoder, ForwardBatch
 from mint.engine.model.functions import pad_rows
-from mint.engine.model.layer_parts import AddBias, AttentionInputs, Mlp, Norm
+from mint.engine.model.layer_parts import (
+    AddBias,
+    AttentionInputs,
+    GatedHeads,
+    Mlp,
+    Norm,
+    NormedProduct,
+    OutputGate,
+)
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import LoraProduct
-from mint.engine.model.mixture_of_experts import route
+from mint.engine.model.mixture_of_experts import SharedExpert, route
 from mint.engine.model.operations import Attention, Operations
 from mint.engine.model.weight_loader import load_ends, load_layers
 from mint.engine.model.weights import (
     AttentionWeights,
     BaseWeights,
+    DeltaNetWeights,
     LayerSource,
     LayerWeights,
     MixtureWeights,
     MlpWeights,
     layer_matrices,
+    shared_site,
     site_matrices,
 )
 from mint.engine.packing import AttentionBlock
@@ -69,6 +80,7 @@ class _Frame:
     mlp_norm: Tensor | None  # [E]
     mlp_output_norm: Tensor | None  # [E]
     router: Matrix | None  # [experts, E]
+    router_bias: Tensor | None  # [experts]
 
 
 class ChunkedDecoder(Decoder):
@@ -105,10 +117,20 @@ class ChunkedDecoder(Decoder):
         heads, kv_heads = own * config.num_attention_heads, own * config.num_key_value_heads
         return self.operations.packed_attention(blocks, heads, kv_heads, config.windows)
 
+    @property
+    @override
+    def delta_net(self) -> DeltaNetConfig | None:
+        net = self._own_config.delta_net
+        own = len(self._chunks.own)
+        if net is None:
+            return None
+        return replace(net, layers=frozenset(layer * own + place for layer in net.layers for place in range(own)))
+
     @override
     def _load(self, tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> BaseWeights:
         self._frames: list[_Frame] = []
         self._parts = [self._load_chunk(tensors, number) for number in self._chunks.own]
+        self._sinks = [_join_sinks(self._parts, index) for index in range(self.config.num_hidden_layers)]
         of_layers = layer_tensors(tensors)
         return load_ends(
             self.config, {name: own for name, own in tensors.items() if name not in of_layers}, self.operations
@@ -119,10 +141,7 @@ class ChunkedDecoder(Decoder):
         layers: list[LayerWeights] = []
         for index, layer in enumerate(load_layers(self._own_config, cut, self.operations)):
             if index == len(self._frames):
-                router = None
-                if isinstance(layer.mlp, MixtureWeights):  # all scores of a row decide, so each process has the whole
-                    router = self.operations.matrix(tensors[router_name(index)].read().float())
-                self._frames.append(_frame(layer, router))
+                self._frames.append(self._frame(index, layer, tensors))
             router = self._frames[index].router
             mlp = layer.mlp
             if isinstance(mlp, MixtureWeights) and router is not None:
@@ -131,15 +150,27 @@ class ChunkedDecoder(Decoder):
             layers.append(replace(layer, attention_norm=None, mlp_norm=None, mlp_output_norm=torch.empty(0), mlp=mlp))
         return _Chunk(number, layers, self.operations.loras(site_matrices(layers)))
 
+    def _frame(self, index: int, layer: LayerWeights, tensors: Mapping[str, StoredTensor]) -> _Frame:
+        router = bias = None
+        if isinstance(layer.mlp, MixtureWeights):  # all scores of a row decide, so each process has the whole
+            name = router_name(self.config, index)
+            router = self.operations.matrix(self._read(tensors[f"{name}.weight"]))
+            bias = None if layer.mlp.router_bias is None else self._read(tensors[f"{name}.bias"])
+        norms = layer.attention_norm, layer.attention_output_norm, layer.o_bias, layer.mlp_norm, layer.mlp_output_norm
+        return _Frame(*norms, router, bias)
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        read: Tensor = tensor.read()
+        return read.to(self.device, torch.float32, copy=True)
+
     @override
     def _layer_matrices(self) -> list[Matrix]:
         return [matrix for chunk in self._parts for matrix in site_matrices(chunk.layers).values()]
 
     @override
     def _open_loras(self) -> ChunkedLoras:
-        experts = 0 if self._own_config.experts is None else self._own_config.experts.count
         whole = self.operations.loras({})
-        return ChunkedLoras(self._chunks, whole, [chunk.linears for chunk in self._parts], experts)
+        return ChunkedLoras(self._chunks, whole, [chunk.linears for chunk in self._parts], self.config)
 
     @property
     @override
@@ -151,11 +182,12 @@ class ChunkedDecoder(Decoder):
         """See `Decoder`."""
         frame = self._frames[index]
         taken = batch if rows is None else self._taken(batch, len(rows))
+        mix = self._attend_chunks if self.config.delta_net_of(index) is None else self._run_delta_nets
         attended = self._sum(
             index,
-            ("qkv", "o"),
+            ("qkv", "in", "o"),
             batch,
-            partial(self._attend_chunks, index, batch, taken, rows),
+            partial(mix, index, batch, taken, rows),
             self._normed(x, frame.attention_norm),
         )
         if rows is not None:
@@ -168,14 +200,19 @@ class ChunkedDecoder(Decoder):
             run = partial(self._run_mlps, index, taken)
             return self._added(x, self._sum(index, ("gate_up", "down"), taken, run, normed), frame.mlp_output_norm)
         # without the padding, whose rows would go to experts that no token needs
-        normed = normed[: taken.count]
+        tokens = normed[: taken.count]
         mixture = self.config.experts_of(index)
         assert mixture is not None
-        scores = self.loras.multiply(normed, frame.router, f"{index}.router", taken.loras)
+        scores = self.loras.multiply(tokens, frame.router, f"{index}.router", taken.loras)
+        if frame.router_bias is not None:
+            scores = AddBias.run(scores, frame.router_bias, self.operations)
         routing_weights, chosen = route(scores, mixture)
         run = partial(self._run_experts, index, taken, chosen)
-        routed = self._sum(index, ("experts.",), taken, run, normed, routing_weights)
-        return self._added(x, pad_rows(routed, len(x)), frame.mlp_output_norm)
+        routed = pad_rows(self._sum(index, ("experts.",), taken, run, tokens, routing_weights), len(x))
+        if mixture.shared_intermediate_size is not None:
+            run = partial(self._run_shared_experts, index, taken)
+            routed = routed + self._sum(index, ("shared.",), taken, run, normed)
+        return self._added(x, routed, frame.mlp_output_norm)
 
     def _sum(self, index: int, sites: Sequence[str], batch: ForwardBatch, run: RunChunks, *inputs: Tensor) -> Tensor:
         """The sum over all chunks of what they make of `inputs`; `sites` are the prefixes of what loras train there."""
@@ -199,18 +236,50 @@ class ChunkedDecoder(Decoder):
     ) -> list[Tensor]:
         """Of each own chunk its part of attention [T, E], from norm(x); of `rows` alone, if given."""
         context = batch.contexts[self.config.ropes[index]]
-        heads = []
+        heads, gates = [], []
         for chunk, loras, (normed,) in zip(self._parts, self.loras.by_chunk(batch.loras), inputs, strict=True):
             mixer = _attention(chunk, index)
             qkv = chunk.linears.linear(f"{index}.qkv", mixer.qkv, loras)
-            heads.append(AttentionInputs.run(normed, None, mixer, qkv, context, *qkv.parameters)[: batch.count])
+            if self.config.family.output_gates:
+                wide = NormedProduct.run(normed, None, qkv, context, *qkv.parameters)
+                heads.append(GatedHeads.run(wide, mixer, context)[: batch.count])
+                gates.append(wide[: batch.count])
+            else:
+                heads.append(AttentionInputs.run(normed, None, mixer, qkv, context, *qkv.parameters)[: batch.count])
         # The heads of all own chunks attend together: a head's bits do not depend on the others.
-        attended = batch.attention(index, _join(heads, self._own_config), None)
+        attended = batch.attention(index, _join(heads, self._own_config), self._sinks[index])
+        parts = [part.contiguous() for part in attended.split(self._own_config.query_size, dim=1)]
+        if gates:
+            parts = [OutputGate.run(part, wide, context) for part, wide in zip(parts, gates, strict=True)]
+        return self._outputs(index, taken, rows, parts)
+
+    def _run_delta_nets(
+        self,
+        index: int,
+        batch: ForwardBatch,
+        taken: ForwardBatch,
+        rows: Tensor | None,
+        inputs: Sequence[Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """As `_attend_chunks`, of a layer that is a delta net. Each chunk's net has states of its own."""
+        assert batch.delta_rule is not None, f"layer {index} is a delta net, and its states were not given"
+        context = batch.contexts[self.config.ropes[index]]
+        parts = []
+        by_chunk = self.loras.by_chunk(batch.loras)
+        for place, (chunk, loras, (normed,)) in enumerate(zip(self._parts, by_chunk, inputs, strict=True)):
+            mixer = chunk.layers[index].mixer
+            assert isinstance(mixer, DeltaNetWeights)
+            linear = chunk.linears.linear(f"{index}.in", mixer.inputs, loras)
+            wide = self._delta_inputs(normed, None, linear, context)[: batch.count]
+            parts.append(batch.delta_rule(index * len(self._parts) + place, mixer, wide))
+        return self._outputs(index, taken, rows, parts)
+
+    def _outputs(self, index: int, taken: ForwardBatch, rows: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The output products [T, E] of what the heads of each own chunk make; of `rows` alone, if given."""
         outs = []
-        parts = attended.split(self._own_config.query_size, dim=1)
         for chunk, loras, part in zip(self._parts, self.loras.by_chunk(taken.loras), parts, strict=True):
-            own = part.contiguous() if rows is None else part.index_select(0, rows)
-            o = chunk.linears.linear(f"{index}.o", _attention(chunk, index).o, loras)
+            own = part if rows is None else part.index_select(0, rows)
+            o = chunk.linears.linear(f"{index}.o", chunk.layers[index].mixer.o, loras)
             outs.append(LoraProduct.run(pad_rows(own, loras[-1].stop), None, o, *o.parameters))
         return outs
 
@@ -248,6 +317,23 @@ class ChunkedDecoder(Decoder):
             )
         return outs
 
+    def _run_shared_experts(self, index: int, batch: ForwardBatch, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        outs = []
+        name, eps = shared_site(index), self.config.rms_norm_eps
+        for chunk, loras, (normed,) in zip(self._parts, self.loras.by_chunk(batch.loras), inputs, strict=True):
+            mixture = chunk.layers[index].mlp
+            assert isinstance(mixture, MixtureWeights) and mixture.shared is not None
+            shared = mixture.shared
+            gate_up = chunk.linears.linear(f"{name}.gate_up", shared.mlp.gate_up, loras)
+            down = chunk.linears.linear(f"{name}.down", shared.mlp.down, loras)
+            outs.append(
+                SharedExpert.run(
+                    normed, None, None, shared.gate, gate_up, down, eps, self.operations,
+                    *gate_up.parameters, *down.parameters,
+                )
+            )  # fmt: skip
+        return outs
+
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         return x if norm is None else Norm.run(x, norm, self.config.rms_norm_eps, self.operations)
 
@@ -262,12 +348,6 @@ def _attention(chunk: _Chunk, index: int) -> AttentionWeights:
     return mixer
 
 
-def _frame(layer: LayerWeights, router: Matrix | None) -> _Frame:
-    return _Frame(
-        layer.attention_norm, layer.attention_output_norm, layer.o_bias, layer.mlp_norm, layer.mlp_output_norm, router
-    )
-
-
 def _join(heads: Sequence[Tensor], config: DecoderConfig) -> Tensor:
     """The heads of several chunks as one model has them: all queries, then all keys, then all values."""
     if len(heads) == 1:
@@ -275,3 +355,10 @@ def _join(heads: Sequence[Tensor], config: DecoderConfig) -> Tensor:
     sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
     parts = zip(*(own.split(sizes, dim=1) for own in heads), strict=True)
     return torch.cat([own for part in parts for own in part], dim=1)
+
+
+def _join_sinks(parts: Sequence[_Chunk], index: int) -> Tensor | None:
+    """The sinks of a layer's own heads [H]; None: it has none."""
+    sinks = [mixer.sinks for chunk in parts if isinstance(mixer := chunk.layers[index].mixer, AttentionWeights)]
+    own = [each for each in sinks if each is not None]
+    return torch.cat(own) if own else None

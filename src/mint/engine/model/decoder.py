@@ -40,7 +40,7 @@ from mint.engine.model.layer_parts import (
     OutputGate,
     Reordered,
 )
-from mint.engine.model.linear import LoraLinears, Matrix
+from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.mixture_of_experts import SharedExpert
 from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
@@ -112,8 +112,8 @@ class Decoder:
         self.device = operations.device
         self.weights = self._load(tensors, quantization)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
-        self._gated_order = _gated_order(config, operations.device)
-        self._delta_net_order = _delta_net_order(config.delta_net, operations.device)
+        self._gated_order = _gated_order(self._layer_config, operations.device)
+        self._delta_net_order = _delta_net_order(self._layer_config.delta_net, operations.device)
         self._matrices = self._layer_matrices()
         self.loras = self._open_loras()
         self.mixtures: dict[int, FeedForward] = {
@@ -140,6 +140,11 @@ class Decoder:
     def _layer_config(self) -> DecoderConfig:
         """The heads that one product makes."""
         return self.config
+
+    @property
+    def delta_net(self) -> DeltaNetConfig | None:
+        """The delta nets as `delta_rule` counts them, with the numbers by which it asks for their states."""
+        return self.config.delta_net
 
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage."""
@@ -169,7 +174,7 @@ class Decoder:
 
     def delta_rule(self, spans: StateSpans, states: StatesOfLayers | None = None) -> DeltaRule:
         """The delta nets over the rows of `spans`, whose slots are those of `states`; None: of one forward alone."""
-        return self.operations.delta_rule(spans, self.config, states)
+        return self.operations.delta_rule(spans, self._layer_config, states)
 
     def forward(
         self,
@@ -286,10 +291,13 @@ class Decoder:
         if batch.delta_rule is None:
             raise ValueError(f"layer {index} is a delta net, and its states were not given")
         inputs = self.loras.linear(f"{index}.in", weights.inputs, batch.loras)
+        return batch.delta_rule(index, weights, self._delta_inputs(x, norm, inputs, context)[: batch.count])
+
+    def _delta_inputs(self, x: Tensor, norm: Tensor | None, inputs: Linear, context: ForwardContext) -> Tensor:
+        """The products of norm(x) that a delta net reads, in its order."""
         wide = NormedProduct.run(x, norm, inputs, context, *inputs.parameters)
-        if self._delta_net_order is not None:
-            wide = Reordered.run(wide, self._delta_net_order, self.operations)
-        return batch.delta_rule(index, weights, wide[: batch.count])
+        order = self._delta_net_order
+        return wide if order is None else Reordered.run(wide, order, self.operations)
 
     def _add_shared_expert(self, index: int, x: Tensor, routed: Tensor, batch: ForwardBatch) -> Tensor:
         """`routed` plus what the expert that all rows share makes of x, both [T, E]; without one, `routed`."""

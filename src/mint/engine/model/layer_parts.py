@@ -155,7 +155,7 @@ class NormedProduct(AutogradFunction):
     def infer(
         cls, x: Tensor, norm: Tensor | None, linear: Linear, context: ForwardContext, *parameters: Tensor
     ) -> Tensor:
-        return linear.product(_norm(context, x, norm)[0])
+        return linear.product(norm_rows(context.operations, x, norm, context.eps)[0])
 
     @staticmethod
     @override
@@ -163,7 +163,7 @@ class NormedProduct(AutogradFunction):
         ctx: Any, x: Tensor, norm: Tensor | None, linear: Linear, context: ForwardContext, *parameters: Tensor
     ) -> Tensor:
         """[T, O] from x [T, E]; `parameters` are those of `linear`, named for autograd."""
-        normed, inverse = _norm(context, x, norm)
+        normed, inverse = norm_rows(context.operations, x, norm, context.eps)
         ctx.save_for_backward(x, inverse)
         ctx.norm, ctx.linear, ctx.context = norm, linear, context
         return linear.product(normed)
@@ -257,7 +257,7 @@ def _project_heads(
     x: Tensor, norm: Tensor | None, weights: AttentionWeights, linear: Linear, context: ForwardContext
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads, where they are normed."""
-    normed, inverse = _norm(context, x, norm)
+    normed, inverse = norm_rows(context.operations, x, norm, context.eps)
     qkv = linear.product(normed).view(len(x), -1, context.head_dim)
     heads, head_inverse = _finish_heads(qkv, weights, context)
     return heads, inverse, qkv, head_inverse
@@ -309,7 +309,7 @@ def _heads_gradient(
 def _normed_gradient(ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients for x [T, E] and the parameters of `ctx.linear` from grad [T, O] for its product of norm(x)."""
     operations: Operations = ctx.context.operations
-    normed = _norm_again(operations, x, inverse, ctx.norm)
+    normed = norm_rows_again(operations, x, inverse, ctx.norm)
     grad_x, grads = ctx.linear.gradient(grad, normed, for_input=ctx.needs_input_grad[0])
     if grad_x is not None and inverse is not None and ctx.norm is not None:
         grad_x = operations.rms_norm_backward(grad_x, x, inverse, ctx.norm)
@@ -409,7 +409,7 @@ class MlpInParts:
         grad_inner, down_grads = self.down.gradient(grad, inner)
         assert grad_inner is not None
         grad_wide = operations.swiglu_backward(grad_inner, wide, active_gate)
-        normed = _norm_again(operations, x, inverse, layer.mlp_norm)
+        normed = norm_rows_again(operations, x, inverse, layer.mlp_norm)
         grad_x, wide_grads = self.gate_up.gradient(grad_wide, normed, for_input=for_input)
         residual = grad if layer.mlp_output_norm is None else None
         if grad_x is not None and inverse is not None and layer.mlp_norm is not None:
@@ -423,16 +423,17 @@ def _apply_mlp(
     x: Tensor, layer: LayerWeights, gate_up: Linear, down: Linear, context: ForwardContext
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The rows [T, E], 1 / rms of x where it is normed, and the wide product [T, 2·I]."""
-    normed, inverse = _norm(context, x, layer.mlp_norm)
+    normed, inverse = norm_rows(context.operations, x, layer.mlp_norm, context.eps)
     wide = gate_up.product(normed)
     added = x if layer.mlp_output_norm is None else None
     return down.product(context.operations.swiglu(wide), added), inverse, wide
 
 
-def _norm(context: ForwardContext, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def norm_rows(operations: Operations, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """The rows and 1 / rms of them; without a norm, the rows themselves."""
-    return (x, None) if weight is None else context.operations.rms_norm(x, weight, context.eps)
+    return (x, None) if weight is None else operations.rms_norm(x, weight, eps)
 
 
-def _norm_again(operations: Operations, x: Tensor, inverse: Tensor | None, weight: Tensor | None) -> Tensor:
+def norm_rows_again(operations: Operations, x: Tensor, inverse: Tensor | None, weight: Tensor | None) -> Tensor:
+    """What `norm_rows` has made of x, in a backward."""
     return x if inverse is None or weight is None else operations.rms_norm_again(x, inverse, weight)

@@ -20,7 +20,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.autograd import AutogradFunction, backward
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
-from mint.engine.model.layer_parts import AddBias, Norm
+from mint.engine.model.layer_parts import AddBias, Norm, norm_rows, norm_rows_again
 from mint.engine.model.linear import Linear, LoraLinears
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import ExpertExchange, MixtureWeights, expert_site
@@ -150,7 +150,8 @@ def _segments(
 
 
 class SharedExpert(AutogradFunction):
-    """`routed` + sigmoid(norm(x) · gate) · MLP(norm(x)): the expert that computes all rows.
+    """`routed` + sigmoid(norm(x) · gate) · MLP(norm(x)): the expert that computes all rows. Without a norm, x is
+    normed; without `routed`, nothing is added.
 
     The gate of a row multiplies the inner values, which gives the same as multiplying the result.
     """
@@ -160,8 +161,8 @@ class SharedExpert(AutogradFunction):
     def infer(
         cls,
         x: Tensor,
-        routed: Tensor,
-        norm: Tensor,
+        routed: Tensor | None,
+        norm: Tensor | None,
         gate: Tensor,
         gate_up: Linear,
         down: Linear,
@@ -169,7 +170,7 @@ class SharedExpert(AutogradFunction):
         operations: Operations,
         *parameters: Tensor,
     ) -> Tensor:
-        normed, _ = operations.rms_norm(x, norm, eps)
+        normed, _ = norm_rows(operations, x, norm, eps)
         weighted, _ = operations.gate_rows(operations.swiglu(gate_up.product(normed)), normed, gate)
         return down.product(weighted, routed)
 
@@ -178,8 +179,8 @@ class SharedExpert(AutogradFunction):
     def forward(
         ctx: Any,
         x: Tensor,
-        routed: Tensor,
-        norm: Tensor,
+        routed: Tensor | None,
+        norm: Tensor | None,
         gate: Tensor,
         gate_up: Linear,
         down: Linear,
@@ -188,11 +189,11 @@ class SharedExpert(AutogradFunction):
         *parameters: Tensor,
     ) -> Tensor:
         """[T, E] from x and routed [T, E], norm and gate [E]; `parameters` are those of `gate_up`, then of `down`."""
-        normed, inverse = operations.rms_norm(x, norm, eps)
+        normed, inverse = norm_rows(operations, x, norm, eps)
         wide = gate_up.product(normed)
         weighted, shares = operations.gate_rows(operations.swiglu(wide), normed, gate)
         ctx.save_for_backward(x, inverse, wide.to(operations.dtype), shares, norm, gate)
-        ctx.gate_up, ctx.down, ctx.operations = gate_up, down, operations
+        ctx.gate_up, ctx.down, ctx.operations, ctx.adds = gate_up, down, operations, routed is not None
         return down.product(weighted, routed)
 
     @staticmethod
@@ -207,12 +208,14 @@ class SharedExpert(AutogradFunction):
         grad_weighted, down_grads = ctx.down.gradient(grad, inner * shares)
         grad_gate = (grad_weighted * inner).sum(-1, keepdim=True) * shares * (1 - shares)
         grad_wide = operations.swiglu_backward(grad_weighted * shares, wide, active_gate)
-        normed = operations.rms_norm_again(x, inverse, norm)
+        normed = norm_rows_again(operations, x, inverse, norm)
         grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
         grad_x = None
         if grad_normed is not None:
-            grad_x = operations.rms_norm_backward(grad_normed.addcmul_(grad_gate, gate), x, inverse, norm)
-        return grad_x, grad, None, None, None, None, None, None, *wide_grads, *down_grads
+            grad_x = grad_normed.addcmul_(grad_gate, gate)
+            if inverse is not None:
+                grad_x = operations.rms_norm_backward(grad_x, x, inverse, norm)
+        return grad_x, grad if ctx.adds else None, None, None, None, None, None, None, *wide_grads, *down_grads
 
 
 class SwiGlu(AutogradFunction):
