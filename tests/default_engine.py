@@ -1,5 +1,6 @@
 """The engine of a test's service, fake or torch's. With `--cluster local` it is a cluster on this machine: the same
-tests then run on two ranks, which are real processes of Ray and do every request.
+tests then run on two ranks, which are real processes of Ray and do every request. A process that a test has forked has
+no ranks: it cannot speak with its parent's Ray.
 
 A new service gets a cluster without models: one whose service is gone, or else another one.
 """
@@ -7,6 +8,7 @@ A new service gets a cluster without models: one whose service is gone, or else 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 RANKS = 2
 MICRO_BATCH_ROWS = 1024
 
-_is_cluster = [False]
+_cluster_process: list[int] = []
+"""The process whose engines are clusters, if there is one."""
+
 _free: defaultdict[str, list[ClusterEngine]] = defaultdict(list)
 
 
@@ -30,21 +34,37 @@ def use_clusters() -> None:
     from mint.config import prepare_ray  # deferred: most runs need none of it
 
     prepare_ray()
-    _is_cluster[0] = True
+    _cluster_process[:] = [os.getpid()]
+
+
+def _makes_clusters() -> bool:
+    return _cluster_process == [os.getpid()]
+
+
+class _Sampling(FakeEngine):
+    """What samples for ranks; the engine of a cluster has counters."""
+
+    def sampling_counters(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+    def kv_pages(self) -> dict[str, int]:
+        """None."""
+        return {}
 
 
 def fake_engine() -> Any:
     """An engine that holds hash chains instead of models."""
-    if not _is_cluster[0]:
+    if not _makes_clusters():
         return FakeEngine()
-    return _cluster("fake", partial(FakeEngine, lanes=2), lambda _peers: FakeEngine())
+    return _cluster("fake", partial(_Sampling, lanes=2), lambda _peers: FakeEngine())
 
 
 def torch_engine(**settings: Any) -> Any:
     """torch's engine with these settings, which must have no paths or functions."""
     from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
 
-    if not _is_cluster[0]:
+    if not _makes_clusters():
         return TorchEngine(**settings)
     given = {"device": "cpu", "micro_batch_rows": MICRO_BATCH_ROWS, **settings}
 

@@ -23,16 +23,19 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.serving import routing
-from benchmarks.serving.routing import Arrival, Policy, policies, simulate
-from mint.cluster import replicas as cluster_replicas
-from mint.cluster.replicas import Replicas
-from mint.cluster.routing import Needs, ReplicaState, beginnings
 from mint.config import prepare_ray
-from mint.engine.protocol import LoraSpec, SampleJob, StopRule
-from mint.engine.reductions.division import Peers
-from mint.engine.torch_engine import TorchEngine
-from mint.models.random_base import SHAPES, write_random_base
+
+prepare_ray()  # before anything below imports ray
+
+from benchmarks.serving import routing  # noqa: E402
+from benchmarks.serving.routing import Arrival, Policy, policies, simulate  # noqa: E402
+from mint.cluster import replicas as cluster_replicas  # noqa: E402
+from mint.cluster.replicas import HEARTBEAT_S, Replicas  # noqa: E402
+from mint.cluster.routing import Needs, ReplicaState, beginnings  # noqa: E402
+from mint.engine.protocol import LoraSpec, SampleJob, StopRule  # noqa: E402
+from mint.engine.reductions.division import Peers  # noqa: E402
+from mint.engine.torch_engine import TorchEngine  # noqa: E402
+from mint.models.random_base import SHAPES, write_random_base  # noqa: E402
 
 LORAS, HELD, PROMPTS_OF_A_LORA = 60, 12, 4
 SYSTEM_TOKENS, OWN_TOKENS = 512, 32
@@ -106,30 +109,31 @@ def measure(folder: str, jobs: Sequence[Job], policy: Policy, *, replicas: int) 
         while batch.keys:
             batch.step()
         hits.clear()
-        time.sleep(2.5)  # counters come with the next sign of life
-        members.step(0.01)
+        _listen(members)
         before, waits, began, given = members.sampling_counters(), dict[int, float](), time.perf_counter(), 0
         while given < len(jobs) or batch.keys:
             now_s = time.perf_counter() - began
             while given < len(jobs) and jobs[given].at_s <= now_s:
-                job, listener = jobs[given], partial(_hear, waits, given, began + jobs[given].at_s)
-                rule = StopRule()
-                asked = SampleJob(
-                    "base", f"lora-{job.lora}", job.prompt, job.samples, job.tokens, 1.0, -1, 1.0, given, rule
-                )
-                batch.add(str(given), asked, listener)
+                listener = partial(_hear, waits, given, began + jobs[given].at_s)
+                batch.add(str(given), _asked(jobs[given], given), listener)
                 given += 1
             if batch.keys:
                 batch.step()
             else:
                 time.sleep(0.002)
         took_s = time.perf_counter() - began
-        time.sleep(2.5)
-        members.step(0.01)
+        _listen(members)
         after = members.sampling_counters()
         members.close()
     reused, computed = (after[name] - before[name] for name in ("reused", "prefilled"))
     return Measured(float(np.mean(hits)), reused / (reused + computed), np.array(list(waits.values()))), took_s
+
+
+def _listen(members: Replicas) -> None:
+    """Hears of what was counted: that comes with each sign of life."""
+    until = time.monotonic() + 2 * HEARTBEAT_S
+    while time.monotonic() < until:
+        members.step(0.1)
 
 
 def simulated(jobs: Sequence[Job], policy: Policy, *, replicas: int) -> Measured:
@@ -190,7 +194,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    prepare_ray()
     with tempfile.TemporaryDirectory() as folder:
         write_random_base(Path(folder), SHAPES["tiny"], seed=1)
         at_once = requests(given.jobs, rate=0, seed=given.seed)

@@ -76,7 +76,7 @@ def wait_for_status(person: Person, path: str, status: int) -> dict[str, Any]:
 def test_a_server_that_works_is_alive_and_ready(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         for path in ("/healthz", "/health", f"{API}/healthz", "/readyz"):
-            assert Person(server).send("GET", path).json() == {"status": "ok"}
+            assert Person(server).send("GET", path).json()["status"] == "ok"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -126,7 +126,7 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_is_refused(
 
     with running(tmp_path) as server, caplog.at_level("WARNING", "mint.storage"):
         person = Person(server)
-        assert person.send("GET", "/readyz").json() == {"status": "ok"}
+        assert person.send("GET", "/readyz").json()["status"] == "ok"
         assert numbers(person)["mint_disk_nearly_full",] == 0
         free_in_reserves[0] = 1.9
         for _ in range(3):
@@ -143,7 +143,7 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_is_refused(
         free_in_reserves[0] = 2.2  # not far enough: the log does not go to and fro
         assert "warnings" in person.send("GET", "/readyz").json()
         free_in_reserves[0] = 3.0
-        assert person.send("GET", "/readyz").json() == {"status": "ok"}
+        assert person.send("GET", "/readyz").json()["status"] == "ok"
         assert len(lines()) == 2 and "has free space again" in lines()[1]
 
 
