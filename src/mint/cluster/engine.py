@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.cluster.collectives.parallelism import ALIKE, Parallelism, ranks
+from mint.cluster.collectives.parallelism import ALIKE, DIVIDED_FROM, Parallelism, ranks
 from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
 from mint.cluster.lifetime.adoption import keep_renewing
 from mint.cluster.local_sampling import LocalSampling
@@ -214,8 +214,10 @@ class ClusterEngine:
         return effective
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
-        """The memory of a model on all ranks, which are on this machine."""
-        return self._trainers * self._own.model_bytes(base, lora)
+        """The memory of a model on all ranks, which are on this machine. Large moments are there once."""
+        moments = self.state_bytes(base, lora) * 2 // 3
+        shared = moments if moments >= 2 * 4 * DIVIDED_FROM else 0
+        return self._trainers * (self._own.model_bytes(base, lora) - shared) + shared
 
     def state_bytes(self, base: str, lora: LoraSpec) -> int:
         """Weights and two moments in float32."""
@@ -287,6 +289,10 @@ class ClusterEngine:
         """A copy of weights and optimizer."""
         return self._run_on(model_id, lambda engine: engine.read_state(model_id), changes=False)
 
+    def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
+        """A copy of the weights of the first rank."""
+        return self._run_on(model_id, lambda engine: engine.read_weights(model_id), changes=False)
+
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
 
@@ -310,8 +316,7 @@ class ClusterEngine:
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Takes a copy of the model's weights from the first rank. A sampler gets it with its first job."""
-        weights = self._run_on(model_id, lambda engine: engine.read_state(model_id).weights, changes=False)
-        shape = self._models[model_id]
+        weights, shape = self.read_weights(model_id), self._models[model_id]
         self._sampling.add_weights(weights_id, shape.base, shape.lora, weights)
 
     # --- the lane that samples -----------------------------------------------------------------------------------

@@ -28,12 +28,14 @@ from mint.cluster.collectives.layer_edges import CountedLayers
 from mint.cluster.collectives.parallelism import Parallelism
 from mint.cluster.collectives.progress import Progress
 from mint.cluster.collectives.sharding import ShardedLayers
+from mint.cluster.collectives.state_ranks import divide_state
 from mint.cluster.ranges import divide
 from mint.engine.lora import LoraWeights
 from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.division import ALONE, Division, PassOutcome
 from mint.engine.reductions.gradient_sum import nodes_within, whole_sum
+from mint.engine.reductions.state_division import Bounds, StateDivision
 from mint.errors import InvalidRequestError
 
 
@@ -120,6 +122,10 @@ class Ranks:
                 remedy=f"Give {count} or less, or let the ranks divide the base with --shard-base",
             )
         return RankChunks(self._chunk_group, count)
+
+    def divide_state(self, bounds: Bounds) -> StateDivision | None:
+        """See `Peers`."""
+        return divide_state(bounds, self._progress)
 
 
 @dataclass(frozen=True)

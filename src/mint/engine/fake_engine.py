@@ -179,6 +179,10 @@ class FakeEngine:
         moments = {_WEIGHT: _as_array(model.exp_avg)}, {_WEIGHT: _as_array(model.exp_avg_sq)}
         return ModelState(weights, model.step, *moments)
 
+    def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
+        """The chain alone."""
+        return dict(self.read_state(model_id).weights)
+
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces chain, moments and step; `CheckpointError` where the shape is not a chain's."""
         model = self._model(model_id)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from mint.engine.protocol import AdamSpec
 from mint.engine.reductions.gradient_norm import gradient_norm, older_gradient_norm
+from mint.engine.reductions.state_division import StateDivision
 from mint.engine.transfers import for_float64
 
 
 @dataclass
 class AdamState:
-    """The moments, as long as the weights, and the number of steps taken.
+    """The moments, as long as the weights or as the part of them that this process advances, and the number of steps.
 
     Nothing writes into the moments: a step puts others in their place, so that readers need no copy.
     """
@@ -42,13 +43,15 @@ def step_adam(
     *,
     fused: bool = False,
     older_norm: bool = False,
+    division: StateDivision | None = None,
 ) -> dict[str, float]:
     """Updates `weights` and `state` in place and clears `gradient`; returns what happened.
 
     A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
     reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` runs torch's fused kernel, as a
-    GPU should. `older_norm` is for the replay of older journals. The host waits for a GPU twice: for the norm, and for
-    the outcome of the step.
+    GPU should. `older_norm` is for the replay of older journals. With a `division`, `state` has its own part of the
+    moments, all processes call this, and each gets all weights, with the bits of one process. The host waits for a GPU
+    twice: for the norm, and for the outcome of the step.
     """
     norm = older_gradient_norm(gradient) if older_norm else gradient_norm(gradient)
     update_norm, skipped = 0.0, True
@@ -57,8 +60,11 @@ def step_adam(
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
         # On copies: whether the step is finite is known only afterwards.
         advance = _advance_fused if fused else _advance
-        updated, moved = advance(weights, gradient, state, adam)
+        own = slice(None) if division is None else division.own
+        updated, moved = advance(weights[own], gradient[own], state, adam)
         finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
+        if division is not None:
+            updated, finite = division.gather(updated), division.all_agree(finite)
         distance = torch.linalg.vector_norm(for_float64(updated - weights), dtype=torch.float64)
         is_finite, distance = torch.stack([for_float64(finite).double(), distance]).tolist()
         skipped = not is_finite

@@ -414,6 +414,10 @@ class Engine(Protocol):
         """A copy of weights and optimizer."""
         ...
 
+    def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
+        """A copy of the weights, named as those of `read_state`."""
+        ...
+
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.protocol import ModelState
+from mint.engine.reductions.state_division import StateDivision
 
 BLOCK = 65_536
 """Float32 values of a block."""
@@ -38,18 +39,53 @@ _SERIAL_BYTES = 4 << 20
 _TASK_BYTES = 2 << 20
 
 
-def digest_of(step: int, arrays: Mapping[str, tuple[slice, tuple[int, ...]]], vectors: Sequence[Tensor]) -> str:
+Arrays = Mapping[str, tuple[slice, tuple[int, ...]]]
+"""Where each array lies within a vector, and its shape."""
+
+
+def digest_of(step: int, arrays: Arrays, vectors: Sequence[Tensor]) -> str:
     """The digest in the form `b1`. Each of `vectors` is float32 and holds all `arrays` at the given places."""
-    names = sorted(arrays)
-    header = {"arrays": [[name, list(arrays[name][1])] for name in names], "step": step}
-    whole = hashlib.sha256(json.dumps(header).encode() + b"\n")
-    bounds: list[tuple[int, int]] = []
-    for name in names:
-        place = arrays[name][0]
-        bounds += [(start, min(start + BLOCK, place.stop)) for start in range(place.start, place.stop, BLOCK)]
-    for digests in _hash_blocks(bounds, vectors):
+    whole = _begun(step, arrays)
+    for digests in _hash_blocks(_bounds(arrays), vectors):
         whole.update(digests)
     return f"b1:{whole.hexdigest()[:32]}"
+
+
+def digest_of_divided(
+    step: int, arrays: Arrays, weights: Tensor, moments: Sequence[Tensor], division: StateDivision
+) -> str:
+    """The same of moments of which each process keeps a part; all processes call it."""
+    whole = _begun(step, arrays)
+    for digests in _hash_blocks(_bounds(arrays), [weights]):  # of all: so processes whose weights differ say so
+        whole.update(digests)
+    blocks, first = blocks_of(arrays), division.own.start
+    places = {bounds: place for place, bounds in enumerate(blocks)}
+    own = [(start - first, stop - first) for start, stop in blocks if first <= start < division.own.stop]
+    for vector in moments:
+        gathered = division.gather_digests(b"".join(_hash_blocks(own, [vector])))
+        size = len(gathered) // len(blocks)
+        for bounds in _bounds(arrays):
+            whole.update(gathered[places[bounds] * size :][:size])
+    return f"b1:{whole.hexdigest()[:32]}"
+
+
+def blocks_of(arrays: Arrays) -> list[tuple[int, int]]:
+    """Where the blocks of all arrays start and stop, in the order of the vector."""
+    return sorted(_bounds(arrays))
+
+
+def _begun(step: int, arrays: Arrays) -> hashlib._Hash:
+    header = {"arrays": [[name, list(arrays[name][1])] for name in sorted(arrays)], "step": step}
+    return hashlib.sha256(json.dumps(header).encode() + b"\n")
+
+
+def _bounds(arrays: Arrays) -> list[tuple[int, int]]:
+    """Where the blocks of all arrays start and stop, in the order of the digest."""
+    bounds: list[tuple[int, int]] = []
+    for name in sorted(arrays):
+        place = arrays[name][0]
+        bounds += [(start, min(start + BLOCK, place.stop)) for start in range(place.start, place.stop, BLOCK)]
+    return bounds
 
 
 def digest_of_state(state: ModelState) -> str:

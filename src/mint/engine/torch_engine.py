@@ -43,7 +43,8 @@ from mint.engine.protocol import (
 )
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.reductions.division import ALONE, Peers
-from mint.engine.state_digest import digest_of, is_old, old_digest_of
+from mint.engine.reductions.state_division import StateDivision
+from mint.engine.state_digest import blocks_of, digest_of, digest_of_divided, is_old, old_digest_of
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.folder import ModelFolder
 
@@ -58,6 +59,7 @@ class _TrainedModel:
     weights: LoraWeights
     gradient: Tensor
     adam: AdamState
+    division: StateDivision | None = None  # of the moments; None: all are here
     tokens: int = 0  # trained since the last step
     has_older_sum: bool = False  # the gradient has a part that was summed as older versions did
 
@@ -176,7 +178,9 @@ class TorchEngine:
         weights = LoraWeights(found.sites(lora), lora, found.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
-        self._models[model_id] = _TrainedModel(found, weights, gradient, AdamState.fresh(weights.flat))
+        division = self._peers.divide_state(blocks_of(weights.arrays))
+        adam = AdamState.fresh(weights.flat if division is None else weights.flat[division.own])
+        self._models[model_id] = _TrainedModel(found, weights, gradient, adam, division)
         return {
             **found.info.settings,
             "arch": found.info.arch,
@@ -263,6 +267,7 @@ class TorchEngine:
             adam,
             fused=self._device.fuses_optimizer,
             older_norm=model.has_older_sum,
+            division=model.division,
         )
         metrics["tokens"] = float(model.tokens)
         model.tokens, model.has_older_sum = 0, False
@@ -272,12 +277,17 @@ class TorchEngine:
         """A copy of weights and optimizer."""
         model = self._model(model_id)
         # moments need no copy: a step replaces their tensors, and never writes into them
+        exp_avg, exp_avg_sq = _whole_moments(model)
         return ModelState(
             weights=model.weights.named(),
             step=model.adam.step,
-            exp_avg=model.weights.named(model.adam.exp_avg),
-            exp_avg_sq=model.weights.named(model.adam.exp_avg_sq),
+            exp_avg=model.weights.named(exp_avg),
+            exp_avg_sq=model.weights.named(exp_avg_sq),
         )
+
+    def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
+        """A copy of the weights."""
+        return self._model(model_id).weights.named()
 
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
@@ -296,6 +306,9 @@ class TorchEngine:
             adam.exp_avg_sq = model.weights.assemble(state.exp_avg_sq, "the optimizer's second moments")
             adam.step = state.step
         model.weights.flat.copy_(weights)
+        if model.division is not None:
+            own = model.division.own
+            adam = AdamState(adam.exp_avg[own].clone(), adam.exp_avg_sq[own].clone(), adam.step)
         model.adam = adam
         self.clear_gradient(model_id)
 
@@ -303,10 +316,13 @@ class TorchEngine:
         """A hash of weights, moments and step count, bit for bit, in the form of the digest `like`."""
         model = self._model(model_id)
         # The gradient is left out: a digest is taken after a step, when it is zero.
-        vectors = (model.weights.flat, model.adam.exp_avg, model.adam.exp_avg_sq)
+        step, arrays, weights = model.adam.step, model.weights.arrays, model.weights.flat
         if like is not None and is_old(like):
-            return old_digest_of(model.adam.step, vectors)
-        return digest_of(model.adam.step, model.weights.arrays, vectors)
+            return old_digest_of(step, (weights, *_whole_moments(model)))
+        moments = model.adam.exp_avg, model.adam.exp_avg_sq
+        if model.division is not None:
+            return digest_of_divided(step, arrays, weights, moments, model.division)
+        return digest_of(step, arrays, (weights, *moments))
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
@@ -432,3 +448,11 @@ class TorchEngine:
         if published is None or published.base is not base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
         return base, published.weights
+
+
+def _whole_moments(model: _TrainedModel) -> tuple[Tensor, Tensor]:
+    moments = model.adam.exp_avg, model.adam.exp_avg_sq
+    if model.division is None:
+        return moments
+    first, second = (model.division.gather(part) for part in moments)
+    return first, second

@@ -8,6 +8,10 @@ from typing import Any
 from mint.config import Reductions
 from mint.errors import InvalidRequestError
 
+DIVIDED_FROM = 1 << 22
+"""The ranks divide the moments of a LoRA of so many numbers (16 MiB each). Smaller ones are whole on every rank: to
+gather their weights would take longer than to advance them everywhere."""
+
 
 @dataclass(frozen=True)
 class Parallelism:

@@ -206,6 +206,11 @@ class ExternalEngine:
         with self._trains:
             return self._trainer.read_state(model_id)
 
+    def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
+        """A copy of the weights."""
+        with self._trains:
+            return self._trainer.read_weights(model_id)
+
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer, and clears the gradient."""
         self._fresh.discard(model_id)
@@ -219,7 +224,7 @@ class ExternalEngine:
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Takes a copy of the model's weights. A sampler loads it with its first job."""
-        weights = self.read_state(model_id).weights
+        weights = self.read_weights(model_id)
         base, lora = self._shapes[model_id]
         self._samplers.add_weights(weights_id, base, lora, weights)
         self._fresh.add(model_id)
@@ -263,7 +268,7 @@ class ExternalEngine:
         """The weights of a lora that changes nothing, as every new one is."""
         self._trainer.create_model(PROBE, base, START_LORA)
         try:
-            return self._trainer.read_state(PROBE).weights
+            return self._trainer.read_weights(PROBE)
         finally:
             self._trainer.drop_model(PROBE)
 

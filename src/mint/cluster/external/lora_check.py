@@ -135,7 +135,7 @@ def _expected(engine: Engine, info: BaseInfo, lora: LoraSpec) -> _Expected:
     loss = resolve_loss("cross_entropy")
     engine.create_model(PROBE, info.name, lora)
     try:
-        start = engine.read_state(PROBE).weights
+        start = engine.read_weights(PROBE)
         [without] = engine.forward(PROBE, [datum], loss).logprobs
         parts = {part: _of_part(start, part) for part in ("unembed", "rest")}
         noise = {name: rng.normal(0, 1, array.shape).astype(np.float32) for name, array in start.items()}

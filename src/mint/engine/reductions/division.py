@@ -19,6 +19,7 @@ from mint.engine.lora import LoraWeights
 from mint.engine.model.weights import LayerSource
 from mint.engine.reductions.chunk_sums import Chunks, LocalChunks
 from mint.engine.reductions.gradient_sum import whole_sum
+from mint.engine.reductions.state_division import Bounds, StateDivision
 
 
 class PassOutcome(IntEnum):
@@ -93,6 +94,10 @@ class Peers(Protocol):
         """
         ...
 
+    def divide_state(self, bounds: Bounds) -> StateDivision | None:
+        """Divides the moments of one more model, whose blocks have these bounds; None: each process keeps all."""
+        ...
+
 
 class Alone:
     """One process, which computes everything."""
@@ -114,6 +119,9 @@ class Alone:
 
     def chunks(self, count: int) -> Chunks:
         return LocalChunks(count)
+
+    def divide_state(self, bounds: Bounds) -> StateDivision | None:
+        return None
 
 
 @dataclass(frozen=True)

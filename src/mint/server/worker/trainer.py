@@ -398,7 +398,7 @@ class Trainer:
             raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
         live = self.models[job.model_id]
         file = f"published/{file_stem(published_id)}.safetensors"
-        self._snapshots.save_weights(file, self.models.engine.read_state(job.model_id).weights)
+        self._snapshots.save_weights(file, self.models.engine.read_weights(job.model_id))
         self.models.engine.publish(job.model_id, published_id)
         live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
