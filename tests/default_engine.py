@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mint.cluster.engine import ClusterEngine
 
 RANKS = 2
+KEPT = 3
+"""Clusters that wait for a service, in all: the processes of one take up to a gigabyte."""
+
 MICRO_BATCH_ROWS = 1024
 
 _cluster_process: list[int] = []
@@ -96,6 +99,8 @@ def _cluster(kind: str, open_own: Callable[[], Any], open_rank: Callable[[Any], 
     if not _free[kind]:
         gc.collect()  # a service and its threads refer to each other
     if not _free[kind]:
+        for other in [engines for engines in _free.values() for _ in engines][KEPT - 1 :]:
+            other.pop(0).close()
         return _Lent(kind, ClusterEngine(own, open_rank, RANKS))
     engine = _free[kind].pop()
     for model_id in list(engine._models):

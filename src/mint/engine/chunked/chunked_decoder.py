@@ -83,6 +83,16 @@ class _Frame:
     router_bias: Tensor | None  # [experts]
 
 
+@dataclass(frozen=True)
+class _OfOneChunk:
+    """Attention over the heads of one chunk."""
+
+    attend: Attention
+
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
+        return self.attend(layer, heads, sinks)
+
+
 class ChunkedDecoder(Decoder):
     """A decoder that computes its own chunks, and adds up all."""
 
@@ -111,10 +121,20 @@ class ChunkedDecoder(Decoder):
         return sum(matrix.size_bytes for matrix in matrices.values())
 
     @override
+    def training_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
+        """Of the heads of one chunk, called for each chunk: how a backward adds up the gradients of keys
+        depends on the number of heads."""
+        return _OfOneChunk(self._attention_of(blocks, 1))
+
+    @override
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
-        """Causal attention of packed rows, over the heads of the own chunks."""
-        config, own = self._own_config, len(self._chunks.own)
-        heads, kv_heads = own * config.num_attention_heads, own * config.num_key_value_heads
+        """Causal attention of packed rows, over the heads of the own chunks: without a gradient, a head's bits do not
+        depend on the others."""
+        return self._attention_of(blocks, len(self._chunks.own))
+
+    def _attention_of(self, blocks: Sequence[AttentionBlock], chunks: int) -> Attention:
+        config = self._own_config
+        heads, kv_heads = chunks * config.num_attention_heads, chunks * config.num_key_value_heads
         return self.operations.packed_attention(blocks, heads, kv_heads, config.windows)
 
     @property
@@ -246,12 +266,18 @@ class ChunkedDecoder(Decoder):
                 gates.append(wide[: batch.count])
             else:
                 heads.append(AttentionInputs.run(normed, None, mixer, qkv, context, *qkv.parameters)[: batch.count])
-        # The heads of all own chunks attend together: a head's bits do not depend on the others.
-        attended = batch.attention(index, _join(heads, self._own_config), self._sinks[index])
-        parts = [part.contiguous() for part in attended.split(self._own_config.query_size, dim=1)]
+        parts = self._attend_heads(index, heads, batch.attention)
         if gates:
             parts = [OutputGate.run(part, wide, context) for part, wide in zip(parts, gates, strict=True)]
         return self._outputs(index, taken, rows, parts)
+
+    def _attend_heads(self, index: int, heads: Sequence[Tensor], attention: Attention) -> list[Tensor]:
+        """The attended values of the heads of each own chunk."""
+        if isinstance(attention, _OfOneChunk):
+            sinks = [_attention(chunk, index).sinks for chunk in self._parts]
+            return [attention(index, own, each) for own, each in zip(heads, sinks, strict=True)]
+        attended = attention(index, _join(heads, self._own_config), self._sinks[index])
+        return [part.contiguous() for part in attended.split(self._own_config.query_size, dim=1)]
 
     def _run_delta_nets(
         self,

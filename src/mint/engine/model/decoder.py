@@ -162,9 +162,13 @@ class Decoder:
         tokens, positions = upload(self.device, batch.tokens, batch.positions)
         loras = [LoraRows(0, len(tokens), lora)]
         kept = None if rows is None else upload(self.device, rows)[0]
-        attention = self.packed_attention(batch.blocks)
+        attention = self.training_attention(batch.blocks)
         rule = None if self.config.delta_net is None else self.delta_rule(state_spans(batch.spans))
         return self.forward(tokens, positions, attention, loras, delta_rule=rule, recompute=recompute, rows=kept)
+
+    def training_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
+        """Causal attention of the packed rows of a pass, which may have a backward."""
+        return self.packed_attention(blocks)
 
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
