@@ -91,6 +91,12 @@ class _Lent:
         """Does nothing: the ranks wait for the next service."""
 
 
+def _close_idle(most: int) -> None:
+    """Ends clusters that no service uses, until there are no more than `most`."""
+    while sum(map(len, _free.values())) > most:
+        next(engines for engines in _free.values() if engines).pop(0).close()
+
+
 def _cluster(kind: str, open_own: Callable[[], Any], open_rank: Callable[[Any], Any]) -> Any:
     from mint.cluster.engine import ClusterEngine  # deferred: ray takes seconds to import
     from mint.cluster.local_sampling import LocalSampling
@@ -99,8 +105,7 @@ def _cluster(kind: str, open_own: Callable[[], Any], open_rank: Callable[[Any], 
     if not _free[kind]:
         gc.collect()  # a service and its threads refer to each other
     if not _free[kind]:
-        for other in [engines for engines in _free.values() for _ in engines][KEPT - 1 :]:
-            other.pop(0).close()
+        _close_idle(KEPT - 1)
         return _Lent(kind, ClusterEngine(own, open_rank, RANKS))
     engine = _free[kind].pop()
     for model_id in list(engine._models):

@@ -13,7 +13,7 @@ import pytest
 from engine_data import ADAM, random_data
 from rank_work import engine_with, train_steps
 
-from mint.cluster.collectives import state_ranks
+from mint.cluster.collectives import parallelism as collectives
 from mint.cluster.collectives.parallelism import ALIKE, Parallelism
 from mint.cluster.sums import Ranks
 from mint.engine import state_digest
@@ -32,9 +32,8 @@ def small_blocks() -> Any:
 
 def values(digests: list[str], results: list[Any], state: ModelState) -> tuple[Any, ...]:
     arrays = state.weights, state.exp_avg or {}, state.exp_avg_sq or {}
-    return digests, [own.metrics for own in results], state.step, [
-        {name: array.tobytes() for name, array in part.items()} for part in arrays
-    ]  # fmt: skip
+    found = [{name: array.tobytes() for name, array in part.items()} for part in arrays]
+    return digests, [own.metrics for own in results], state.step, found
 
 
 def kept(engine: TorchEngine) -> tuple[int, int]:
@@ -44,7 +43,7 @@ def kept(engine: TorchEngine) -> tuple[int, int]:
 
 
 def divided(folder: Path, parallelism: Parallelism = ALIKE, **options: Any) -> TorchEngine:
-    with patch.object(state_ranks, "DIVIDED_FROM", 1):
+    with patch.object(collectives, "DIVIDED_FROM", 1):
         return engine_with(Ranks(parallelism), folder, **options)
 
 
@@ -53,7 +52,7 @@ def divided_steps(folder: Path, parallelism: Parallelism, options: dict[str, Any
     with small_blocks():
         engine = divided(folder, parallelism, **options)
         first = train_steps(engine)
-        with patch.object(state_ranks, "DIVIDED_FROM", 1):
+        with patch.object(collectives, "DIVIDED_FROM", 1):
             engine.create_model("m", "base", engine._models["m"].weights.spec)
         second = train_steps(engine, 3, first[2])
         weights = {name: array.tobytes() for name, array in engine.read_weights("m").items()}
@@ -89,7 +88,7 @@ def test_the_same_where_ranks_also_divide_the_base(on_ranks: OnRanks, folder: Pa
 
 def step_with_a_value(peers: Peers, folder: Path, number: float, place: int) -> tuple[Any, ...]:
     """A step in which one number of the gradient is replaced, and the digest after it and one more."""
-    with patch.object(state_ranks, "DIVIDED_FROM", 1), small_blocks():
+    with patch.object(collectives, "DIVIDED_FROM", 1), small_blocks():
         engine = engine_with(peers, folder)
         metrics = []
         for step in range(2):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.cluster.collectives.parallelism import ALIKE, DIVIDED_FROM, Parallelism, ranks
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism, divides_moments, ranks
 from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
 from mint.cluster.lifetime.adoption import keep_renewing
 from mint.cluster.local_sampling import LocalSampling
@@ -215,9 +215,9 @@ class ClusterEngine:
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
         """The memory of a model on all ranks, which are on this machine. Large moments are there once."""
-        moments = self.state_bytes(base, lora) * 2 // 3
-        shared = moments if moments >= 2 * 4 * DIVIDED_FROM else 0
-        return self._trainers * (self._own.model_bytes(base, lora) - shared) + shared
+        weights = self.state_bytes(base, lora) // 3
+        divided = 2 * weights if divides_moments(weights // 4) else 0
+        return self._trainers * (self._own.model_bytes(base, lora) - divided) + divided
 
     def state_bytes(self, base: str, lora: LoraSpec) -> int:
         """Weights and two moments in float32."""

@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mint.cluster.collectives.parallelism import DIVIDED_FROM
+from mint.cluster.collectives.parallelism import divides_moments
 from mint.cluster.collectives.progress import Progress
 from mint.cluster.ranges import divide
 from mint.engine.reductions.state_division import Bounds, StateDivision
@@ -32,7 +32,6 @@ class StateRanks:
         self._counts = [len(own) for own in blocks]
         edges = [*(bounds[own.start][0] if len(own) else bounds[-1][1] for own in blocks), bounds[-1][1]]
         self._lengths = [stop - start for start, stop in pairwise(edges)]
-        self._rank = rank
         self._progress = progress
         self.own = slice(edges[rank], edges[rank + 1])
 
@@ -64,6 +63,6 @@ class StateRanks:
 def divide_state(bounds: Bounds, progress: Progress) -> StateDivision | None:
     """The division of moments with these blocks; None: every rank keeps all of them."""
     world = dist.get_world_size()
-    if world == 1 or not bounds or bounds[-1][1] < DIVIDED_FROM:
+    if world == 1 or not bounds or not divides_moments(bounds[-1][1]):
         return None
     return StateRanks(bounds, dist.get_rank(), world, progress)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows
-from mint.engine.model.layer_parts import AddBias
+from mint.engine.model.layer_parts import with_bias
 from mint.engine.model.linear import LoraLinears
 from mint.engine.model.mixture_of_experts import SwiGlu
 from mint.engine.model.operations import Operations
@@ -52,15 +52,11 @@ def run_chunk_experts(
             weights, site = experts[expert], expert_site(layer, expert)
             covers = _covers(rows_of_pairs[own], starts, loras)
             wide = linears.multiply(rows[own], weights.gate_up, f"{site}.gate_up", covers)
-            inner = SwiGlu.run(_with_bias(wide, weights.gate_up_bias, operations), operations)
+            inner = SwiGlu.run(with_bias(wide, weights.gate_up_bias, operations), operations)
             narrow = linears.multiply(inner, weights.down, f"{site}.down", covers)
-            parts.append(_with_bias(narrow, weights.down_bias, operations))
+            parts.append(with_bias(narrow, weights.down_bias, operations))
     weighted = torch.cat(parts) * routing_weights.reshape(-1).index_select(0, pairs).unsqueeze(1)
     return out.index_add(0, rows_of_pairs, weighted)
-
-
-def _with_bias(x: Tensor, bias: Tensor | None, operations: Operations) -> Tensor:
-    return x if bias is None else AddBias.run(x, bias, operations)
 
 
 def _covers(rows: Tensor, starts: Tensor, loras: Sequence[LoraRows]) -> list[LoraRows]:

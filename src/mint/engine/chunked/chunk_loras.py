@@ -149,7 +149,8 @@ class _CutLora:
 
 @dataclass(frozen=True)
 class _CutMatrix:
-    """What a chunk has of a matrix of a lora: views, one below the other; and whether all chunks have it."""
+    """The part that a chunk has of one matrix of a lora. Its rows are those of the `views`, in their order. If it is
+    shared, every chunk has the whole matrix."""
 
     views: Sequence[Tensor]
     is_shared: bool
@@ -184,7 +185,7 @@ class _Cut:
         return name if expert is None else _renamed(name, expert + chunk * self._experts)
 
     def views(self, site: Site, matrices: Sequence[Tensor], chunk: int) -> list[_CutMatrix]:
-        """What a chunk has of the `matrices` of a site of the whole model: a and the bs, or their gradients."""
+        """The parts that a chunk has of `matrices`, which are the a and the bs of a site, or the gradients of these."""
         a, *bs = matrices
         expert = _expert_of(site.name)
         if expert is not None:

@@ -30,13 +30,13 @@ from mint.engine.model.config import DecoderConfig, DeltaNetConfig
 from mint.engine.model.decoder import Decoder, ForwardBatch
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.layer_parts import (
-    AddBias,
     AttentionInputs,
     GatedHeads,
     Mlp,
     Norm,
     NormedProduct,
     OutputGate,
+    with_bias,
 )
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import LoraProduct
@@ -122,14 +122,14 @@ class ChunkedDecoder(Decoder):
 
     @override
     def training_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
-        """Of the heads of one chunk, called for each chunk: how a backward adds up the gradients of keys
-        depends on the number of heads."""
+        """Attention of the heads of one chunk. The chunks call it one after the other, because the order in which a
+        backward adds up the gradients of keys depends on the number of heads."""
         return _OfOneChunk(self._attention_of(blocks, 1))
 
     @override
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
-        """Causal attention of packed rows, over the heads of the own chunks: without a gradient, a head's bits do not
-        depend on the others."""
+        """Causal attention of packed rows, of the heads of all own chunks at once. Without a gradient, the other heads
+        do not change a head's bits."""
         return self._attention_of(blocks, len(self._chunks.own))
 
     def _attention_of(self, blocks: Sequence[AttentionBlock], chunks: int) -> Attention:
@@ -202,19 +202,16 @@ class ChunkedDecoder(Decoder):
         """See `Decoder`."""
         frame = self._frames[index]
         taken = batch if rows is None else self._taken(batch, len(rows))
-        mix = self._attend_chunks if self.config.delta_net_of(index) is None else self._run_delta_nets
-        attended = self._sum(
+        mixed = self._sum(
             index,
             ("qkv", "in", "o"),
             batch,
-            partial(mix, index, batch, taken, rows),
+            partial(self._mix_chunks, index, batch, taken, rows),
             self._normed(x, frame.attention_norm),
         )
         if rows is not None:
-            x = pad_rows(x.index_select(0, rows), len(attended))
-        if frame.o_bias is not None:
-            attended = AddBias.run(attended, frame.o_bias, self.operations)
-        x = self._added(x, attended, frame.attention_output_norm)
+            x = pad_rows(x.index_select(0, rows), len(mixed))
+        x = self._added(x, with_bias(mixed, frame.o_bias, self.operations), frame.attention_output_norm)
         normed = self._normed(x, frame.mlp_norm)
         if frame.router is None:
             run = partial(self._run_mlps, index, taken)
@@ -224,9 +221,7 @@ class ChunkedDecoder(Decoder):
         mixture = self.config.experts_of(index)
         assert mixture is not None
         scores = self.loras.multiply(tokens, frame.router, f"{index}.router", taken.loras)
-        if frame.router_bias is not None:
-            scores = AddBias.run(scores, frame.router_bias, self.operations)
-        routing_weights, chosen = route(scores, mixture)
+        routing_weights, chosen = route(with_bias(scores, frame.router_bias, self.operations), mixture)
         run = partial(self._run_experts, index, taken, chosen)
         routed = pad_rows(self._sum(index, ("experts.",), taken, run, tokens, routing_weights), len(x))
         if mixture.shared_intermediate_size is not None:
@@ -246,7 +241,7 @@ class ChunkedDecoder(Decoder):
         clear = partial(at_sites, self.loras.clear_gradient)
         return ChunkedStep(self._chunks, run, clear, partial(at_sites, self.loras.collect_gradient)).sum(*inputs)
 
-    def _attend_chunks(
+    def _mix_chunks(
         self,
         index: int,
         batch: ForwardBatch,
@@ -254,7 +249,19 @@ class ChunkedDecoder(Decoder):
         rows: Tensor | None,
         inputs: Sequence[Sequence[Tensor]],
     ) -> list[Tensor]:
-        """Of each own chunk its part of attention [T, E], from norm(x); of `rows` alone, if given."""
+        """The part [T, E] of each own chunk in what a layer's attention or delta net makes of norm(x). With `rows`, the
+        parts are of these rows alone."""
+        mix = self._attend_chunks if self.config.delta_net_of(index) is None else self._run_delta_nets
+        outs = []
+        parts = mix(index, batch, inputs)
+        for chunk, loras, part in zip(self._parts, self.loras.by_chunk(taken.loras), parts, strict=True):
+            own = part if rows is None else part.index_select(0, rows)
+            o = chunk.linears.linear(f"{index}.o", chunk.layers[index].mixer.o, loras)
+            outs.append(LoraProduct.run(pad_rows(own, loras[-1].stop), None, o, *o.parameters))
+        return outs
+
+    def _attend_chunks(self, index: int, batch: ForwardBatch, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The attended values [T, query heads · D] of each own chunk, from norm(x)."""
         context = batch.contexts[self.config.ropes[index]]
         heads, gates = [], []
         for chunk, loras, (normed,) in zip(self._parts, self.loras.by_chunk(batch.loras), inputs, strict=True):
@@ -269,7 +276,7 @@ class ChunkedDecoder(Decoder):
         parts = self._attend_heads(index, heads, batch.attention)
         if gates:
             parts = [OutputGate.run(part, wide, context) for part, wide in zip(parts, gates, strict=True)]
-        return self._outputs(index, taken, rows, parts)
+        return parts
 
     def _attend_heads(self, index: int, heads: Sequence[Tensor], attention: Attention) -> list[Tensor]:
         """The attended values of the heads of each own chunk."""
@@ -279,15 +286,9 @@ class ChunkedDecoder(Decoder):
         attended = attention(index, _join(heads, self._own_config), self._sinks[index])
         return [part.contiguous() for part in attended.split(self._own_config.query_size, dim=1)]
 
-    def _run_delta_nets(
-        self,
-        index: int,
-        batch: ForwardBatch,
-        taken: ForwardBatch,
-        rows: Tensor | None,
-        inputs: Sequence[Sequence[Tensor]],
-    ) -> list[Tensor]:
-        """As `_attend_chunks`, of a layer that is a delta net. Each chunk's net has states of its own."""
+    def _run_delta_nets(self, index: int, batch: ForwardBatch, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The values [T, value heads · D] that the delta net of each own chunk reads, from norm(x). The chunks have
+        states of their own."""
         assert batch.delta_rule is not None, f"layer {index} is a delta net, and its states were not given"
         context = batch.contexts[self.config.ropes[index]]
         parts = []
@@ -298,16 +299,7 @@ class ChunkedDecoder(Decoder):
             linear = chunk.linears.linear(f"{index}.in", mixer.inputs, loras)
             wide = self._delta_inputs(normed, None, linear, context)[: batch.count]
             parts.append(batch.delta_rule(index * len(self._parts) + place, mixer, wide))
-        return self._outputs(index, taken, rows, parts)
-
-    def _outputs(self, index: int, taken: ForwardBatch, rows: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The output products [T, E] of what the heads of each own chunk make; of `rows` alone, if given."""
-        outs = []
-        for chunk, loras, part in zip(self._parts, self.loras.by_chunk(taken.loras), parts, strict=True):
-            own = part if rows is None else part.index_select(0, rows)
-            o = chunk.linears.linear(f"{index}.o", chunk.layers[index].mixer.o, loras)
-            outs.append(LoraProduct.run(pad_rows(own, loras[-1].stop), None, o, *o.parameters))
-        return outs
+        return parts
 
     def _run_mlps(self, index: int, batch: ForwardBatch, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         context = batch.contexts[self.config.ropes[index]]
@@ -354,10 +346,18 @@ class ChunkedDecoder(Decoder):
             down = chunk.linears.linear(f"{name}.down", shared.mlp.down, loras)
             outs.append(
                 SharedExpert.run(
-                    normed, None, None, shared.gate, gate_up, down, eps, self.operations,
-                    *gate_up.parameters, *down.parameters,
+                    normed,
+                    None,
+                    None,
+                    shared.gate,
+                    gate_up,
+                    down,
+                    eps,
+                    self.operations,
+                    *gate_up.parameters,
+                    *down.parameters,
                 )
-            )  # fmt: skip
+            )
         return outs
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart, LoraSlots
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.layer_parts import with_bias
 from mint.engine.model.linear import DenseMatrix, LoraLinears
 from mint.engine.model.mixture_of_experts import MixtureOfExperts, SwiGlu, route
 from mint.engine.model.operations import Operations
@@ -329,7 +330,7 @@ class GroupedMixtureOfExperts(MixtureOfExperts):
     def run_step(self, x: Tensor, rows: StepContext, loras: LoraSlots | None) -> Tensor:
         """See `StepMixture`."""
         normed, _ = self._kernels.norm(x, self._norm, self._eps, torch.float32)
-        scores = self._add_bias(self._weights.router.product(normed), self._weights.router_bias)
+        scores = with_bias(self._weights.router.product(normed), self._weights.router_bias, self._operations)
         routing_weights, chosen = route(scores, self._mixture)
         slots, is_padding = rows.slots, rows.inputs[1] < 0
         if loras is None:

@@ -103,6 +103,11 @@ class AddBias(AutogradFunction):
         return grad, None, None
 
 
+def with_bias(x: Tensor, bias: Tensor | None, operations: Operations) -> Tensor:
+    """x [T, E] plus a bias [E]; without one, x itself."""
+    return x if bias is None else AddBias.run(x, bias, operations)
+
+
 class AttentionInputs(AutogradFunction):
     """From rows to the heads that attend: norm, query/key/value product, head norms, rotation."""
 
@@ -435,5 +440,5 @@ def norm_rows(operations: Operations, x: Tensor, weight: Tensor | None, eps: flo
 
 
 def norm_rows_again(operations: Operations, x: Tensor, inverse: Tensor | None, weight: Tensor | None) -> Tensor:
-    """What `norm_rows` has made of x, in a backward."""
+    """The rows that `norm_rows` returned for x. A backward computes them again from `inverse`, its 1 / rms of x."""
     return x if inverse is None or weight is None else operations.rms_norm_again(x, inverse, weight)

@@ -20,7 +20,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.autograd import AutogradFunction, backward
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
-from mint.engine.model.layer_parts import AddBias, Norm, norm_rows, norm_rows_again
+from mint.engine.model.layer_parts import Norm, norm_rows, norm_rows_again, with_bias
 from mint.engine.model.linear import Linear, LoraLinears
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import ExpertExchange, MixtureWeights, expert_site
@@ -60,7 +60,7 @@ class MixtureOfExperts:
         """x + the weighted sum of the chosen experts of norm(x), both [T, E]."""
         normed = Norm.run(x, self._norm, self._eps, self._operations)
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
-        scores = self._add_bias(scores, self._weights.router_bias)
+        scores = with_bias(scores, self._weights.router_bias, self._operations)
         routing_weights, chosen = route(scores, self._mixture)
         return self.run_experts(normed, routing_weights, chosen, x, loras)
 
@@ -86,9 +86,9 @@ class MixtureOfExperts:
         """An expert's results of its own rows."""
         weights, site = self._weights.experts[expert], expert_site(self._layer, expert)
         wide = self._loras.multiply(rows, weights.gate_up, f"{site}.gate_up", loras)
-        inner = SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
+        inner = SwiGlu.run(with_bias(wide, weights.gate_up_bias, self._operations), self._operations)
         narrow = self._loras.multiply(inner, weights.down, f"{site}.down", loras)
-        return self._add_bias(narrow, weights.down_bias)
+        return with_bias(narrow, weights.down_bias, self._operations)
 
     def run_rows(self, rows: Tensor, counts: Sequence[int], lora: LoraWeights | None, *, keeps: bool) -> Any:
         """See `ExpertServer`."""
@@ -113,9 +113,6 @@ class MixtureOfExperts:
         with torch.enable_grad():
             backward(results, grads)
         return rows.grad, torch.zeros_like(weights)
-
-    def _add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return x if bias is None else AddBias.run(x, bias, self._operations)
 
 
 def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
