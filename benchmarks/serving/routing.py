@@ -153,7 +153,7 @@ def policies() -> dict[str, Policy]:
     turn = iter(range(1 << 60))
 
     def round_robin(replicas: Mapping[int, ReplicaState], _needs: Needs) -> int:
-        return next(turn) % len(replicas)
+        return sorted(replicas)[next(turn) % len(replicas)]
 
     def least_load(replicas: Mapping[int, ReplicaState], _needs: Needs) -> int:
         return min(replicas, key=lambda number: (replicas[number].sequences, number))

@@ -32,13 +32,14 @@ from benchmarks.serving.routing import Arrival, Policy, policies, simulate  # no
 from mint.cluster import replicas as cluster_replicas  # noqa: E402
 from mint.cluster.replicas import HEARTBEAT_S, Replicas  # noqa: E402
 from mint.cluster.routing import Needs, ReplicaState, beginnings  # noqa: E402
-from mint.engine.protocol import LoraSpec, SampleJob, StopRule  # noqa: E402
+from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule  # noqa: E402
 from mint.engine.reductions.division import Peers  # noqa: E402
 from mint.engine.torch_engine import TorchEngine  # noqa: E402
 from mint.models.random_base import SHAPES, write_random_base  # noqa: E402
 
 LORAS, HELD, PROMPTS_OF_A_LORA = 60, 12, 4
-SYSTEM_TOKENS, OWN_TOKENS = 512, 32
+SYSTEM_TOKENS, OWN_TOKENS = 384, 32
+VOCABULARY = SHAPES["tiny"].vocabulary
 LORA = LoraSpec(32, 7, True, True, False)
 LORA_LOAD_S, PROMPT_TOKEN_S, STEP_S, ROWS = 0.02, 3e-4, 0.01, 64
 """Of the simulation: a LoRA that a replica loads, a prompt token, a token of all sequences; and their number."""
@@ -77,8 +78,8 @@ def requests(count: int, *, rate: float, seed: int) -> list[Job]:
     times = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
     jobs = []
     for place in range(count):
-        head = np.random.default_rng([int(loras[place]), int(heads[place])]).integers(20, 250, SYSTEM_TOKENS)
-        prompt = np.concatenate([head, rng.integers(20, 250, OWN_TOKENS)])
+        head = np.random.default_rng([int(loras[place]), int(heads[place])]).integers(1, VOCABULARY, SYSTEM_TOKENS)
+        prompt = np.concatenate([head, rng.integers(1, VOCABULARY, OWN_TOKENS)])
         samples, tokens = int(rng.choice([1, 2, 4])), int(rng.integers(8, 32))
         jobs.append(Job(float(times[place]), int(loras[place]), prompt, samples, tokens))
     return jobs
@@ -104,10 +105,10 @@ def measure(folder: str, jobs: Sequence[Job], policy: Policy, *, replicas: int) 
             members.add_weights(f"lora-{lora}", "base", LORA, _weights(folder, lora))
         batch = members.open_batch()
         for warm in range(replicas):  # they start, load the base, and record their steps
-            prompt = np.full(SYSTEM_TOKENS, 300 + warm)
+            prompt = np.full(SYSTEM_TOKENS, 1 + warm)
             batch.add(f"warm-{warm}", SampleJob("base", None, prompt, 4, 8, 1.0, -1, 1.0, 1, StopRule()))
         while batch.keys:
-            batch.step()
+            _require_samples(batch.step())
         hits.clear()
         _listen(members)
         before, waits, began, given = members.sampling_counters(), dict[int, float](), time.perf_counter(), 0
@@ -118,7 +119,7 @@ def measure(folder: str, jobs: Sequence[Job], policy: Policy, *, replicas: int) 
                 batch.add(str(given), _asked(jobs[given], given), listener)
                 given += 1
             if batch.keys:
-                batch.step()
+                _require_samples(batch.step())
             else:
                 time.sleep(0.002)
         took_s = time.perf_counter() - began
@@ -127,6 +128,11 @@ def measure(folder: str, jobs: Sequence[Job], policy: Policy, *, replicas: int) 
         members.close()
     reused, computed = (after[name] - before[name] for name in ("reused", "prefilled"))
     return Measured(float(np.mean(hits)), reused / (reused + computed), np.array(list(waits.values()))), took_s
+
+
+def _require_samples(results: Mapping[str, SampleResult]) -> None:
+    for result in results.values():
+        assert result.error is None, result.error
 
 
 def _listen(members: Replicas) -> None:
