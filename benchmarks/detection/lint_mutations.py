@@ -320,7 +320,7 @@ class Bug:
     """A planted bug, the code that must report it, and whether it is a bug at temperature 1, too.
 
     `plant` gives no datums for a batch into which the bug does not fit. `at_least` is the number of batches in which
-    the quick part plants it.
+    the quick part plants it, and `named` the least share of them that must be named.
     """
 
     plant: Callable[[Batch], list[Datum]]
@@ -328,6 +328,7 @@ class Bug:
     at_one: bool = True
     config: Callable[[Batch], dict[str, float]] = lambda batch: {}
     at_least: int = 20
+    named: float = 0.9
 
 
 BUGS = {
@@ -355,7 +356,13 @@ BUGS = {
     "the batch twice": Bug(lambda batch: correct(batch) * 2, "duplicates"),
     "one datum for all": Bug(lambda batch: correct(batch)[:1] * len(batch.samples), "duplicates"),
     "one sample copied for its group": Bug(_copied, "duplicates", at_least=12),
-    "one sample copied for its group, baseline of the batch": Bug(_copied_and_graded, "duplicates", at_least=6),
+    "one sample copied for its group, baseline of the batch": Bug(
+        # answers of a few digits are often equal by themselves
+        _copied_and_graded,
+        "duplicates",
+        at_least=6,
+        named=0.1,
+    ),
     "tokens after the end trained": Bug(_beyond_the_end, "tokens_after_stop"),
     "advantages times 100": Bug(_times_100, "large_advantages"),
     "weights of -1": Bug(_negative_weights, "negative_weights"),

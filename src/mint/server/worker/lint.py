@@ -67,7 +67,9 @@ TEMPERATURE_FLOOR = 0.02
 TEMPERATURE_FIT = 0.95
 SHARPENED_FIT = 0.985
 """Shares of the variance of q - p that a temperature must explain: below that of the pass, and above. Training sharpens
-a policy, so that samples of older weights look like those of a higher temperature, to 0.98 at most."""
+a policy, so that samples of older weights look like those of a higher temperature, to 0.98 at most. The first share
+must hold without the token that differs most, too: where a policy is certain of nearly all tokens, the rounding of one
+of them makes up most of q - p, and two numbers explain one."""
 
 TEMPERATURE_RANGE = (0.3, 2.0)
 """Plausible sampling temperatures, relative to that of the pass."""
@@ -542,6 +544,9 @@ def _tempered(tokens: Tokens, temperature: float) -> str | None:
     slope = float(slopes[0])
     needed = TEMPERATURE_FIT if slope > 0 else SHARPENED_FIT
     if fit < needed or abs(slope) < TEMPERATURE_SLOPE or slope * slopes[1] <= 0:
+        return None
+    others = np.arange(len(own)) != np.abs(difference).argmax()
+    if float(rest[others] @ rest[others]) > (1 - TEMPERATURE_FIT) * float(difference[others] @ difference[others]):
         return None
     low, high = TEMPERATURE_RANGE
     if not 1 / high <= 1 + slope <= 1 / low:
