@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from syntax_trees import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "mint"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -23,7 +25,7 @@ def public_errors() -> set[str]:
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for path in SOURCES.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.ClassDef)
     }
     found = {"MintError"}
@@ -34,7 +36,7 @@ def public_errors() -> set[str]:
 
 def warning_codes() -> set[str]:
     """What stands before the colon of each warning about a batch."""
-    tree = ast.parse((SOURCES / "server" / "worker" / "lint.py").read_text())
+    tree = parse(SOURCES / "server" / "worker" / "lint.py")
     constants = [
         node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
