@@ -25,7 +25,7 @@ from mint.engine.cuda.graph_step import SPLIT_PAGES, StepContext, StepGraphs
 from mint.engine.cuda.grouped_experts import GroupedMixtureOfExperts
 from mint.engine.cuda.invariant_kernels import InvariantKernels
 from mint.engine.cuda.invariant_operations import InvariantOperations, InvariantPackedAttention
-from mint.engine.cuda.kernels import TritonKernels
+from mint.engine.cuda.kernels import MAX_PARTS, TritonKernels
 from mint.engine.cuda.lora_slots import TILE_ROWS, LoraPart
 from mint.engine.cuda.operations import CudaOperations
 from mint.engine.cuda.plain_kernels import PlainKernels
@@ -79,13 +79,19 @@ def _planes(rows: StepContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 def _lora(rows: int, parts: int, outputs: int, rank: int, slots: list[int] | None = None) -> LoraPart:
     """The slots of tiles of rows; of one tile, if none are given."""
     numbers = torch.tensor(slots or [1], dtype=torch.int32).repeat_interleave(TILE_ROWS)[:rows]
-    down, bs = _random(rows, parts * rank, seed=5), _random(3, outputs, rank, seed=6)
+    down, bs = _random(2, rows, parts * rank, seed=5), _random(3, outputs, rank, seed=6)
     return LoraPart(down, bs, torch.tensor([0.7, 0.3, 1.1]), numbers)
 
 
 @pytest.mark.parametrize(
     ("groups", "dim", "side", "dtype"),
-    [(1, 32, 2, torch.float32), (2, 128, 1, torch.float16), (4, 64, 1, torch.float32), (8, 24, 2, torch.float16)],
+    [
+        (1, 32, 2, torch.float32),
+        (2, 128, 1, torch.float16),
+        (4, 64, 1, torch.float32),
+        (8, 24, 2, torch.float16),
+        (2, 8, 1, torch.float32),
+    ],
 )
 def test_attention_over_pages_is_a_softmax_over_the_rows_own_keys(
     groups: int, dim: int, side: int, dtype: torch.dtype
@@ -160,16 +166,19 @@ def test_kernels_equal_exact_norms_swiglu_and_sums(rank: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("rank", "parts"), [(1, 1), (16, 3), (5, 2), (64, 1)])
 @pytest.mark.parametrize("slots", [[0], [2, -1, 0], [-1, -1, 1, 1]])
-def test_each_tile_of_rows_has_its_own_lora_or_none(slots: list[int], rank: int, parts: int) -> None:
-    rows, inner, width = TILE_ROWS * len(slots) - 7, 70, 30 * parts
+@pytest.mark.parametrize("inner", [70, 257, 2100])
+def test_each_tile_of_rows_has_its_own_lora_or_none(inner: int, slots: list[int], rank: int, parts: int) -> None:
+    rows, width = TILE_ROWS * len(slots) - 7, 30 * parts
     x, product, residual = (_random(rows, n, seed=seed) for seed, n in enumerate((inner, width, width)))
     lora = _lora(rows, parts, width, rank, slots)
     a = _random(3, parts * rank + 2, inner, seed=4)[:, 2:]  # slots lie apart
     a = torch.empty_strided(a.shape, (a.shape[1] * inner + 96, inner, 1)).copy_(a)
-    _close(KERNELS.shrink(x, a, lora.slots), EXACT.shrink(x, a, lora.slots), torch.float32)
+    sums, exact = KERNELS.shrink(x, a, lora.slots), EXACT.shrink(x, a, lora.slots).sum(0)
+    assert 1 <= len(sums) <= MAX_PARTS
+    _close(sums.sum(0), exact, torch.float32)
     for index, slot in enumerate(lora.slots.tolist()):
         own = x[index].double() @ a[slot].double().T if slot >= 0 else torch.zeros(parts * rank)
-        _close(EXACT.shrink(x, a, lora.slots)[index], own, torch.float32)
+        _close(exact[index], own, torch.float32)
     if parts == 1:
         _close(KERNELS.add(product, residual, lora), EXACT.add(product, residual, lora), torch.float32)
     if parts == 2:

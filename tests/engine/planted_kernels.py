@@ -76,7 +76,7 @@ FAULTS = {
         "not finite",
     ),
     "hangs": Fault("attend", "def _merge(", "split += 1", "split += 0", "did not end within"),
-    "raises": Fault("attend", "def attend(", "WIDTH=triton.next_power_of_2(dim)", "WIDTH=dim", "it raised"),
+    "raises": Fault("attend", "def attend(", "WIDTH=_padded(dim)", "WIDTH=dim", "it raised"),
     "sigmoid the wrong way": Fault("swiglu", "def _swiglu(", "tl.exp(-gate)", "tl.exp(gate)"),
     "rows written behind the last": Fault(
         "swiglu", "def _swiglu(", "real, within = rows < count", "real, within = rows <= count", "result 2 differs"

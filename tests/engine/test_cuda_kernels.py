@@ -46,10 +46,17 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
     )
     compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     attention = {"GROUPS": 2, "DIM": 128, "PAGE_POSITIONS": PAGE_POSITIONS, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
-    tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}
+    tile = {
+        "RANK": 16,
+        "ROWS": found.ROWS_AT_ONCE,
+        "COLUMNS": found.COLUMNS_AT_ONCE,
+        "RANKS": 16,
+        "SUMS": 8,
+        "PRECISION": found.PRECISION,
+    }
     heads = {"QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "SIDE": 2, "PAGE_POSITIONS": PAGE_POSITIONS,
              "FIRST_PAGE": FIRST_PAGE, "BIASED": True, "NORMED": True, "RANK": 16, "ROWS": 16, "HALF": 64,
-             "RANKS": 16}  # fmt: skip
+             "RANKS": 16, "SUMS": 4, "PRECISION": found.PRECISION}  # fmt: skip
     numbers = {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(
         (
             "stride",
@@ -60,6 +67,8 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
             "width",
             "splits",
             "slot_size",
+            "sum_size",
+            "inputs_of_part",
             "ranks",
             "weight_row",
             "weight_column",
@@ -82,7 +91,8 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
         "_attend": {**attention, "SIDE": 2, "FIRST_PAGE": FIRST_PAGE, "SINGLE": False, "QUERIES": 16},
         "_merge": {**attention, "QUERIES": 2},
         "_norm": {"WIDTH": 1024},
-        "_shrink": {"ROWS": 16, "RANKS": found.RANKS_AT_ONCE, "INPUTS": found.INPUTS_AT_ONCE},
+        "_shrink": {"ROWS": 16, "RANKS": found.RANKS_AT_ONCE, "INPUTS": found.INPUTS_AT_ONCE,
+                    "PRECISION": found.PRECISION},
         "_heads": heads, "_swiglu": tile, "_add": tile,
     }  # fmt: skip
     own_tiles = {

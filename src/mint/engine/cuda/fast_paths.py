@@ -1,6 +1,6 @@
 """The fast paths of a GPU, each beside plain operations of torch, on random inputs of a model's shapes.
 
-`self_check` runs them. Sizes of rows are those at which kernels go wrong: one row, one less and one more than a tile.
+`self_check` runs them. Sizes of rows are those at which kernels go wrong: one row, a tile, and one row more.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -66,10 +66,13 @@ RANK, WIDE_RANK = 16, 144
 SLOTS = 3
 """The lora of each tile of rows: the first tile has the last lora, the next has none, the third has the first lora."""
 
+SUMS = 3
+"""Parts of a lora's first half, which the second half adds up."""
+
 VOCABULARY = 4099
 """Of the draw: no multiple of anything."""
 
-ROWS = (1, 63, 65)
+ROWS = (1, 64, 65)
 SPLIT = SPLIT_PAGES * PAGE_POSITIONS
 LENGTHS = (1, PAGE_POSITIONS, PAGE_POSITIONS + 1, SPLIT, SPLIT + PAGE_POSITIONS - 1)
 """Keys of decoded rows."""
@@ -78,10 +81,11 @@ WITH_LORA = ("shrink", "heads", "swiglu", "add")
 """Kernels of a lora's product."""
 
 SPANS = {
-    "5 rows": [Span(0, 5)],
-    "129 rows": [Span(0, 129)],
+    "257 rows": [Span(0, 257)],
     "300 rows with a shared prefix": [Span(0, 100), Span(100, 170, (0, 100)), Span(170, 230, (0, 100)), Span(230, 300)],
+    "5 rows and others": [Span(0, 5), Span(5, 389)],
 }
+"""Padded to one size, because torch compiles for seconds at each."""
 
 ROW = 4
 BATCHES = ([3, ROW], [ROW, 3], list(range(17)), list(reversed(range(70))))
@@ -168,7 +172,7 @@ class Shapes:
 
 def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
     """The paths of `Shapes` that came as JSON."""
-    shapes = Shapes(**argument)
+    shapes = replace(Shapes(**argument), names=tuple(argument["names"]))
     if LOGITS in shapes.names:
         yield from _logits(shapes)
     if FLEX in shapes.names:
@@ -258,7 +262,8 @@ def _logits(shapes: Shapes) -> Iterator[FastPath]:
 
 
 def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int]) -> Iterator[FastPath]:
-    """Each kernel of a captured step for `counts` of rows, with and without a lora, in guarded memory."""
+    """Each kernel of a captured step for `counts` of rows, in guarded memory; with several ranks of a lora, and without
+    one, for the last of them: Triton compiles each anew."""
     dtype = _dtype(shapes)
     plain = PlainKernels()
     terms = dict.fromkeys(("norm", "shrink"), shapes.hidden) | {
@@ -268,13 +273,16 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
         "add": 1,
     }
     for count in counts:
-        for rank in (0, RANK, WIDE_RANK) if count == counts[-1] else (0, RANK):
+        ranks = (0, RANK, WIDE_RANK) if count == counts[-1] else (RANK,)
+        for rank in ranks:
             for name, run in _kernel_runs(shapes, count, rank).items():
-                if (rank and name not in WITH_LORA) or (not rank and name == "shrink"):
+                has_lora = name in WITH_LORA
+                if (name == "shrink" and not rank) or (not has_lora and rank != ranks[0]):
                     continue
                 ways = partial(_guarded, run, kernels), partial(_guarded, run, plain)
                 limit = rounding_limit(dtype, terms=terms[name] + rank, roundings=KERNEL_ROUNDINGS[name])
-                yield FastPath(TRITON, f"{name}, {count} rows, rank {rank}", *ways, limit)
+                case = f"{name}, {count} rows" + (f", rank {rank}" if has_lora else "")
+                yield FastPath(TRITON, case, *ways, limit)
 
 
 def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) -> Iterator[FastPath]:
@@ -370,7 +378,7 @@ def company_paths(shapes: Shapes, kernels: RowKernels, steps: StepKernels, fused
     queries = _random(shapes, most, shapes.query_heads, shapes.head_dim, seed=4, dtype=dtype)
     norm = _random(shapes, shapes.hidden, seed=5)
     rows = _context(shapes, most)
-    planes = _planes(shapes, rows)
+    planes = _page_contents(shapes, rows.inputs[FIRST_PAGE:].numel())
     runs: dict[str, Callable[[list[int]], Tensor]] = {
         "product": lambda own: kernels.product(x[own].to(dtype), weight, torch.float32),
         "norm of a step": lambda own: steps.norm(x[own], norm, shapes.eps, dtype)[0],
@@ -448,6 +456,7 @@ def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[S
     """Results of each kernel; of those that write into pages, all pages."""
     dtype = _dtype(shapes)
     rows = _context(shapes, count)
+    contents = _page_contents(shapes, rows.inputs[FIRST_PAGE:].numel())
     width = (shapes.query_heads + 2 * shapes.kv_heads) * shapes.head_dim
     x = _random(shapes, count, shapes.hidden, seed=1)
     real = rows.inputs[1] >= 0
@@ -455,25 +464,25 @@ def _kernel_runs(shapes: Shapes, count: int, rank: int) -> dict[str, Callable[[S
     def lora(parts: int, outputs: int) -> LoraPart | None:
         if not rank:
             return None
-        down, bs = _random(shapes, count, parts * rank, seed=5), _random(shapes, SLOTS, outputs, rank, seed=6)
+        down, bs = _random(shapes, SUMS, count, parts * rank, seed=5), _random(shapes, SLOTS, outputs, rank, seed=6)
         return LoraPart(down, bs, torch.linspace(0.5, 1.0, SLOTS, device=shapes.device) / rank, rows.slots)
 
     def shrink(kernels: StepKernels) -> list[Tensor]:
         a = _random(shapes, SLOTS, 3 * rank, shapes.hidden, seed=15) / math.sqrt(shapes.hidden)
-        return [kernels.shrink(x, a, rows.slots)]
+        return [kernels.shrink(x, a, rows.slots).sum(0)]
 
     def norm(kernels: StepKernels) -> list[Tensor]:
         return list(kernels.norm(x, _random(shapes, shapes.hidden, seed=2), shapes.eps, dtype))
 
     def heads(kernels: StepKernels) -> list[Tensor]:
-        planes = _planes(shapes, rows)
+        planes = _copies(contents)
         product = _random(shapes, count, width, seed=3, dtype=dtype)
         queries = kernels.heads(product, lora(3, width), _attention_weights(shapes, width), rows, *planes)
         return [queries[real], *planes]
 
     def attend(kernels: StepKernels) -> list[Tensor]:
         queries = _random(shapes, count, shapes.query_heads, shapes.head_dim, seed=4, dtype=dtype)
-        return [found[real] for found in kernels.attend(queries, rows, *_planes(shapes, rows))]
+        return [found[real] for found in kernels.attend(queries, rows, *_copies(contents))]
 
     def swiglu(kernels: StepKernels) -> list[Tensor]:
         product = _random(shapes, count, 2 * shapes.inner, seed=7, dtype=dtype)
@@ -501,14 +510,17 @@ def _context(shapes: Shapes, count: int) -> StepContext:
     return StepContext(inputs, angles.cos(), angles.sin(), *heads, eps=shapes.eps, splits=splits)
 
 
-def _planes(shapes: Shapes, rows: StepContext) -> list[Tensor]:
-    """Keys and values; made empty first, which gives them guards."""
-    side, dtype = shapes.side_by_side, _dtype(shapes)
-    shape = (rows.inputs[FIRST_PAGE:].numel(), shapes.kv_heads // side, PAGE_POSITIONS, side * shapes.head_dim)
-    return [
-        torch.empty(shape, dtype=dtype, device=shapes.device).copy_(_random(shapes, *shape, seed=seed, dtype=dtype))
-        for seed in (11, 12)
-    ]
+@lru_cache(maxsize=2)
+def _page_contents(shapes: Shapes, pages: int) -> tuple[Tensor, Tensor]:
+    """Keys and values. They are most of the random numbers, and drawing them takes longer than the kernels."""
+    shape = (pages, shapes.kv_heads // shapes.side_by_side, PAGE_POSITIONS, shapes.side_by_side * shapes.head_dim)
+    keys, values = (_random(shapes, *shape, seed=seed, dtype=_dtype(shapes)) for seed in (11, 12))
+    return keys, values
+
+
+def _copies(contents: Sequence[Tensor]) -> list[Tensor]:
+    """Made empty first, which gives them guards."""
+    return [torch.empty(own.shape, dtype=own.dtype, device=own.device).copy_(own) for own in contents]
 
 
 def _attention_weights(shapes: Shapes, width: int) -> AttentionWeights:

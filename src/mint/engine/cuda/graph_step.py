@@ -97,7 +97,8 @@ class StepKernels(Protocol):
         ...
 
     def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
-        """The first half of the loras' product: each row of x times `a[slot].T`; zeros for a slot of -1."""
+        """The first half of the loras' product: each row of x times `a[slot].T`, as sums that `LoraPart` adds up; zeros
+        for a slot of -1."""
         ...
 
     def heads(

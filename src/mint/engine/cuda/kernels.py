@@ -35,8 +35,16 @@ program have one lora."""
 RANKS_AT_ONCE, INPUTS_AT_ONCE = 16, 64
 """Those of the first half of a lora's product, and the inputs that it adds at a time."""
 
+INPUTS_OF_PART, MAX_PARTS = 256, 8
+"""The first half has few results and many inputs: programs share the inputs, at least so many each and in at most so
+many parts, and the second half adds up their sums."""
+
 RANKS_ADDED = 64
 """Ranks that the second half adds at a time: the memory of a program does not grow with the rank."""
+
+PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+"""Of a lora's products: factors of float32 as sums of two numbers in TF32, which has the accuracy of float32, and runs
+on the matrix units of NVIDIA's GPUs. Triton has it for these alone."""
 
 
 class TritonKernels:
@@ -54,11 +62,14 @@ class TritonKernels:
         return wide, narrow
 
     def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
-        """x [T, I] times, row by row, `a[slot].T` of a [L, S·r, I]: float32 [T, S·r]."""
+        """x [T, I] times, row by row, `a[slot].T` of a [L, S·r, I]: sums of N parts of the inputs, float32 [N, T,
+        S·r]."""
         count, inner = x.shape
         ranks = a.shape[1]
-        down = x.new_empty(count, ranks)
-        _shrink[(triton.cdiv(count, ROWS_AT_ONCE), triton.cdiv(ranks, RANKS_AT_ONCE))](
+        shared = max(INPUTS_OF_PART, triton.cdiv(inner, MAX_PARTS))
+        inputs_of_part = triton.cdiv(shared, INPUTS_AT_ONCE) * INPUTS_AT_ONCE
+        down = x.new_empty(triton.cdiv(inner, inputs_of_part), count, ranks)
+        _shrink[(triton.cdiv(count, ROWS_AT_ONCE), triton.cdiv(ranks, RANKS_AT_ONCE), len(down))](
             x=x,
             a=a,
             slots=slots,
@@ -67,9 +78,11 @@ class TritonKernels:
             inner=inner,
             ranks=ranks,
             slot_size=a.stride(0),
+            inputs_of_part=inputs_of_part,
             ROWS=ROWS_AT_ONCE,
             RANKS=RANKS_AT_ONCE,
             INPUTS=INPUTS_AT_ONCE,
+            PRECISION=PRECISION,
         )
         return down
 
@@ -108,12 +121,11 @@ class TritonKernels:
             SIDE=rows.side_by_side,
             PAGE_POSITIONS=PAGE_POSITIONS,
             FIRST_PAGE=FIRST_PAGE,
-            RANK=parts.rank,
             BIASED=weights.qkv_bias is not None,
             NORMED=weights.head_norms is not None,
             ROWS=ROWS_AT_ONCE,
             HALF=max(16, triton.next_power_of_2(dim // 2)),
-            RANKS=parts.ranks_at_once,
+            **parts.constants,
         )
         return queries
 
@@ -145,7 +157,7 @@ class TritonKernels:
             SPLIT_PAGES=SPLIT_PAGES,
             SINGLE=splits == 1,
             QUERIES=_padded(groups),
-            WIDTH=triton.next_power_of_2(dim),
+            WIDTH=_padded(dim),
         )
         if splits > 1:
             _merge[(count, rows.kv_heads)](
@@ -176,10 +188,9 @@ class TritonKernels:
             narrow=narrow,
             count=count,
             inner=inner,
-            RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=parts.ranks_at_once,
+            **parts.constants,
         )
         return wide, narrow
 
@@ -195,10 +206,9 @@ class TritonKernels:
             out=out,
             count=count,
             outputs=outputs,
-            RANK=parts.rank,
             ROWS=ROWS_AT_ONCE,
             COLUMNS=COLUMNS_AT_ONCE,
-            RANKS=parts.ranks_at_once,
+            **parts.constants,
         )
         return out
 
@@ -214,20 +224,21 @@ class _Parts:
     """The arguments of a kernel for the loras."""
 
     tensors: dict[str, Any]
-    rank: int
-
-    @property
-    def ranks_at_once(self) -> int:
-        return min(RANKS_ADDED, _padded(self.rank))
+    constants: dict[str, Any]
 
 
 def _parts(lora: LoraPart | None, absent: Tensor) -> _Parts:
     """Without a lora the rank is 0, and `absent` stands for the tensors."""
     names = ("down", "bs", "scales", "slots")
-    if lora is None:
-        return _Parts(dict.fromkeys(names, absent) | {"slot_size": 0}, 0)
-    tensors = {name: getattr(lora, name) for name in names}
-    return _Parts(tensors | {"slot_size": lora.bs.stride(0)}, lora.bs.shape[2])
+    tensors = dict.fromkeys(names, absent) if lora is None else {name: getattr(lora, name) for name in names}
+    sizes = (
+        {"slot_size": 0, "sum_size": 0}
+        if lora is None
+        else {"slot_size": lora.bs.stride(0), "sum_size": lora.down.stride(0)}
+    )
+    rank, sums = (0, 1) if lora is None else (lora.bs.shape[2], len(lora.down))
+    constants = {"RANK": rank, "RANKS": min(RANKS_ADDED, _padded(rank)), "SUMS": sums, "PRECISION": PRECISION}
+    return _Parts(tensors | sizes, constants)
 
 
 def _padded(size: int) -> int:
@@ -248,9 +259,11 @@ def _shrink(
     inner,
     ranks,
     slot_size,
+    inputs_of_part,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
@@ -258,16 +271,18 @@ def _shrink(
     slot = tl.load(slots + tl.program_id(0) * ROWS)
     own = a + slot.to(tl.int64) * slot_size
     total = tl.zeros([ROWS, RANKS], tl.float32)
+    first = tl.program_id(2) * inputs_of_part
     if slot >= 0:
-        for start in range(0, inner, INPUTS):
-            inputs = start + tl.arange(0, INPUTS)
+        for start in range(0, inputs_of_part, INPUTS):
+            inputs = first + start + tl.arange(0, INPUTS)
             within = inputs < inner
             left = tl.load(x + rows[:, None] * inner + inputs[None, :], mask=real[:, None] & within[None, :], other=0.0)
             right = tl.load(
                 own + rank[None, :] * inner + inputs[:, None], mask=known[None, :] & within[:, None], other=0.0
             )
-            total += tl.dot(left, right, input_precision="ieee")
-    tl.store(down + rows[:, None] * ranks + rank[None, :], total, mask=real[:, None] & known[None, :])
+            total += tl.dot(left, right, input_precision=PRECISION)
+    place = (tl.program_id(2) * count + rows[:, None]) * ranks + rank[None, :]
+    tl.store(down + place, total, mask=real[:, None] & known[None, :])
 
 
 @triton.jit
@@ -277,6 +292,7 @@ def _lora_tile(
     scales,
     slots,
     slot_size,
+    sum_size,
     rows,
     real,
     width,
@@ -285,9 +301,11 @@ def _lora_tile(
     part,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """scale · down · bs.T for a tile: rows of `down` [T, width], of which part `part`, and rows `columns` of the bs in
-    the slot of the tile's first row."""
+    """scale · down · bs.T for a tile: rows of `down`, the sum of `SUMS` tensors [T, width], of which part `part`, and
+    rows `columns` of the bs in the slot of the tile's first row."""
     slot = tl.load(slots + tl.program_id(0) * rows.shape[0])
     own = bs + slot.to(tl.int64) * slot_size
     total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
@@ -296,9 +314,11 @@ def _lora_tile(
         known = ranks < tl.where(slot >= 0, RANK, 0)
         place = rows[:, None] * width + part * RANK + ranks[None, :]
         left = tl.load(down + place, mask=real[:, None] & known[None, :], other=0.0)
+        for index in tl.static_range(1, SUMS):
+            left += tl.load(down + index * sum_size + place, mask=real[:, None] & known[None, :], other=0.0)
         place = columns[None, :] * RANK + ranks[:, None]
         right = tl.load(own + place, mask=known[:, None] & within[None, :], other=0.0)
-        total += tl.dot(left, right, input_precision="ieee")
+        total += tl.dot(left, right, input_precision=PRECISION)
     return tl.load(scales + tl.maximum(slot, 0)) * total
 
 
@@ -321,6 +341,7 @@ def _heads(
     scales,
     slots,
     slot_size,
+    sum_size,
     bias,
     norms,
     cos,
@@ -345,6 +366,8 @@ def _heads(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     RANKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
@@ -357,9 +380,41 @@ def _heads(
     second = tl.load(product + place + DIM // 2, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
         part = (head >= QUERY_HEADS).to(tl.int32) + (head >= QUERY_HEADS + KV_HEADS).to(tl.int32)
-        first += _lora_tile(down, bs, scales, slots, slot_size, rows, real, 3 * RANK, column, within, part, RANK, RANKS)
+        first += _lora_tile(
+            down,
+            bs,
+            scales,
+            slots,
+            slot_size,
+            sum_size,
+            rows,
+            real,
+            3 * RANK,
+            column,
+            within,
+            part,
+            RANK,
+            RANKS,
+            SUMS,
+            PRECISION,
+        )
         second += _lora_tile(
-            down, bs, scales, slots, slot_size, rows, real, 3 * RANK, column + DIM // 2, within, part, RANK, RANKS
+            down,
+            bs,
+            scales,
+            slots,
+            slot_size,
+            sum_size,
+            rows,
+            real,
+            3 * RANK,
+            column + DIM // 2,
+            within,
+            part,
+            RANK,
+            RANKS,
+            SUMS,
+            PRECISION,
         )
     if BIASED:
         first += tl.load(bias + column, mask=within, other=0.0)[None, :]
@@ -523,6 +578,7 @@ def _swiglu(
     scales,
     slots,
     slot_size,
+    sum_size,
     wide,
     narrow,
     count,
@@ -531,6 +587,8 @@ def _swiglu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -540,9 +598,41 @@ def _swiglu(
     gate = tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(product + place + inner, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
-        gate += _lora_tile(down, bs, scales, slots, slot_size, rows, real, 2 * RANK, columns, within, 0, RANK, RANKS)
+        gate += _lora_tile(
+            down,
+            bs,
+            scales,
+            slots,
+            slot_size,
+            sum_size,
+            rows,
+            real,
+            2 * RANK,
+            columns,
+            within,
+            0,
+            RANK,
+            RANKS,
+            SUMS,
+            PRECISION,
+        )
         up += _lora_tile(
-            down, bs, scales, slots, slot_size, rows, real, 2 * RANK, columns + inner, within, 1, RANK, RANKS
+            down,
+            bs,
+            scales,
+            slots,
+            slot_size,
+            sum_size,
+            rows,
+            real,
+            2 * RANK,
+            columns + inner,
+            within,
+            1,
+            RANK,
+            RANKS,
+            SUMS,
+            PRECISION,
         )
     mixed = gate / (1.0 + tl.exp(-gate)) * up
     place = rows[:, None] * inner + columns[None, :]
@@ -559,6 +649,7 @@ def _add(
     scales,
     slots,
     slot_size,
+    sum_size,
     out,
     count,
     outputs,
@@ -566,6 +657,8 @@ def _add(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -575,5 +668,22 @@ def _add(
     total = tl.load(residual + place, mask=mask, other=0.0)
     total += tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
     if RANK > 0:
-        total += _lora_tile(down, bs, scales, slots, slot_size, rows, real, RANK, columns, within, 0, RANK, RANKS)
+        total += _lora_tile(
+            down,
+            bs,
+            scales,
+            slots,
+            slot_size,
+            sum_size,
+            rows,
+            real,
+            RANK,
+            columns,
+            within,
+            0,
+            RANK,
+            RANKS,
+            SUMS,
+            PRECISION,
+        )
     tl.store(out + place, total, mask=mask)

@@ -4,7 +4,8 @@ Each row has the number of a slot, and kernels read the lora of a row there: the
 al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285). All slots of a buffer have one rank and
 the same sites. A lora of a smaller rank, or one that does not train a site, has zeros there, which add nothing.
 
-Letters: L slots · T rows · I inputs · O outputs · S lora parts of one product · r rank.
+Letters: L slots · T rows · I inputs · O outputs · S lora parts of one product · r rank · N parts of
+the inputs.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class SiteSlots:
 
 @dataclass(frozen=True)
 class LoraPart:
-    """The second half of the loras' product at a site: for row t `scale · down[t] · bs.T`, part by part, with the scale
-    and the bs of the slot `slots[t]`; nothing where that is -1."""
+    """The second half of the loras' product at a site: for row t `scale · down[:, t].sum(0) · bs.T`, part by part, with
+    the scale and the bs of the slot `slots[t]`; nothing where that is -1."""
 
-    down: Tensor  # [T, S·r], float32
+    down: Tensor  # [N, T, S·r], float32: what each of N parts of the inputs adds
     bs: Tensor  # [L, O, r], float32
     scales: Tensor  # [L], float32
     slots: Tensor  # [T], int32

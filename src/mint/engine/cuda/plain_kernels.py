@@ -31,7 +31,7 @@ class PlainKernels:
 
     def shrink(self, x: Tensor, a: Tensor, slots: Tensor) -> Tensor:
         own = a.to(self.wide)[slots.clamp(min=0)]
-        return torch.where(slots[:, None] >= 0, torch.einsum("ti,tri->tr", x.to(self.wide), own), 0.0)
+        return torch.where(slots[:, None] >= 0, torch.einsum("ti,tri->tr", x.to(self.wide), own), 0.0)[None]
 
     def heads(
         self,
@@ -86,7 +86,7 @@ class PlainKernels:
 
     def _lora(self, lora: LoraPart, outputs: list[int]) -> Tensor:
         slots = lora.slots.clamp(min=0)
-        downs = lora.down.to(self.wide).chunk(len(outputs), -1)
+        downs = lora.down.to(self.wide).sum(0).chunk(len(outputs), -1)
         bs = lora.bs.to(self.wide)[slots].split(outputs, dim=1)
         found = torch.cat([torch.einsum("tr,tor->to", down, b) for down, b in zip(downs, bs, strict=True)], -1)
         return torch.where(lora.slots[:, None] >= 0, lora.scales.to(self.wide)[slots, None] * found, 0.0)
