@@ -83,7 +83,7 @@ def test_the_report_of_a_gpu_says_what_to_do_about_a_fault_that_may_pass(monkeyp
         Verdict("sound", None),
     ]
     report = GpuReport({"GPU": "a card"}, {"bfloat16": verdicts})
-    monkeypatch.setattr("mint.engine.cuda.gpu_report.check_gpu", lambda _version: report)
+    monkeypatch.setattr("mint.engine.cuda.gpu_report.check_gpu", lambda _version, say: report)
     answer = CliRunner().invoke(app, ["doctor", "gpu"])
     slow, wrong, sound = answer.output.splitlines()[-3:]
     assert answer.exit_code == 1 and "it took 9 ms → another program on this GPU" in slow

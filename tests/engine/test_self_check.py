@@ -83,7 +83,14 @@ def test_a_wrong_gradient_of_grouped_experts_is_found(
             monkeypatch.setattr(ExpertsProduct, "gradient", planted)
         verdicts = {path.case: judge(path, is_timed=False).fault for path in paths(asdict(shapes))}
         found.append([case for case, fault in verdicts.items() if fault])
-    assert found == [[], [f"{rows} rows with a gradient" for rows in (1, 63, 65)]]
+    assert found == [[], [f"{rows} rows with a gradient" for rows in (1, 64, 65)]]
+
+
+def test_who_waits_hears_which_path_is_tried() -> None:
+    heard: list[str] = []
+    shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (LOGITS, OPTIMIZER))
+    check_paths(shapes.source, is_timed=False, say=heard.append)
+    assert heard[-1] == OPTIMIZER and set(heard) <= {LOGITS, OPTIMIZER}
 
 
 def test_what_a_first_run_sets_up_is_no_fault_but_what_each_run_takes_is() -> None:

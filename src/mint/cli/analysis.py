@@ -267,7 +267,7 @@ def _check_gpu(*, as_json: bool) -> None:
     try:
         from mint.engine.cuda.gpu_report import check_gpu  # deferred: torch takes seconds
 
-        report = check_gpu(VERSION)
+        report = check_gpu(VERSION, say=lambda text: typer.echo(f"trying {text}", err=True))
     except MintError as error:
         fail(error, as_json=as_json)
     except ImportError as error:

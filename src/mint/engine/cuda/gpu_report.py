@@ -6,6 +6,7 @@ The widths are those of Qwen3-0.6B; at load, a base model is checked with its ow
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -31,8 +32,9 @@ class GpuReport:
         return sum(verdict.fault is not None for found in self.verdicts.values() for verdict in found)
 
 
-def check_gpu(version: str) -> GpuReport:
-    """Runs the self-check of mint `version`; some minutes, where torch compiles for the first time.
+def check_gpu(version: str, say: Callable[[str], None]) -> GpuReport:
+    """Runs the self-check of mint `version`; a minute or two, where torch compiles for the first time. `say` hears what
+    is tried.
 
     Raises:
         InvalidRequestError: torch sees no GPU.
@@ -49,7 +51,8 @@ def check_gpu(version: str) -> GpuReport:
     names = [name for name in NAMES if has_triton or name not in TRITONS]
     verdicts = {}
     for dtype in DTYPES:
-        verdicts[dtype] = check_paths(Shapes.usual(dtype, "cuda", names).source, is_timed=True)
+        source = Shapes.usual(dtype, "cuda", names).source
+        verdicts[dtype] = check_paths(source, is_timed=True, say=lambda name, dtype=dtype: say(f"{dtype}: {name}"))
     return GpuReport(_machine(version, has_triton=has_triton), verdicts)
 
 

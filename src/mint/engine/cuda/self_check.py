@@ -278,8 +278,14 @@ class PathSource:
     argument: Any
 
 
-def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADLINE_S) -> list[Verdict]:
-    """The verdict of each path by name, in order; of several cases of a path the first fault.
+Say = Callable[[str], None]
+
+
+def check_paths(
+    source: PathSource, *, is_timed: bool, deadline_s: float = DEADLINE_S, say: Say | None = None
+) -> list[Verdict]:
+    """The verdict of each path by name, in order; of several cases of a path the first fault. `say` hears the name of
+    each path when it is tried.
 
     Each case of a path has `deadline_s`. After one that does not return or ends the process, the others are checked in
     another process. A path that has failed is faulty: its further cases are left out. If not even the first path of a
@@ -289,7 +295,7 @@ def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADL
     first, is_second = 0, False
     while True:
         faulty = [name for name, verdict in verdicts.items() if verdict.fault is not None]
-        lines, ending = _run_child(source, first, faulty, is_timed=is_timed, deadline_s=deadline_s)
+        lines, ending = _run_child(source, first, faulty, is_timed=is_timed, deadline_s=deadline_s, say=say)
         started: str | None = None
         for line in lines:
             if "started" in line:
@@ -312,7 +318,7 @@ def check_paths(source: PathSource, *, is_timed: bool, deadline_s: float = DEADL
 
 
 def _run_child(
-    source: PathSource, first: int, faulty: Sequence[str], *, is_timed: bool, deadline_s: float
+    source: PathSource, first: int, faulty: Sequence[str], *, is_timed: bool, deadline_s: float, say: Say | None
 ) -> tuple[list[dict[str, Any]], str | None]:
     """What a child process has reported of the cases from the `first` one on, but for those of `faulty` paths, and how
     it ended too early."""
@@ -327,22 +333,31 @@ def _run_child(
                 stdout=sink,
                 stderr=sink,
             )
-            ending = _wait(child, report, deadline_s)
-        lines = [json.loads(line) for line in report.read_text().splitlines() if line.endswith("}")]
+            ending = _wait(child, report, deadline_s, say)
+        lines = _read(report)
         if ending is None and child.returncode:
             last = errors.read_text(errors="replace").strip().splitlines()[-1:]
             ending = f"ended the process with status {child.returncode}: {' '.join(last)[:300]}"
         return lines, ending
 
 
-def _wait(child: subprocess.Popen[bytes], report: Path, deadline_s: float) -> str | None:
+def _read(report: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in report.read_text().splitlines() if line.endswith("}")]
+
+
+def _wait(child: subprocess.Popen[bytes], report: Path, deadline_s: float, say: Say | None) -> str | None:
     """Waits until the child ends, or has reported nothing for so long."""
     size, since = 0, time.monotonic()
+    tried: str | None = None
     while child.poll() is None:
         time.sleep(0.05)
         found = report.stat().st_size
         if found != size:
             size, since = found, time.monotonic()
+            name = next((line["started"] for line in reversed(_read(report)) if "started" in line), None)
+            if say is not None and name is not None and name != tried:
+                say(name)
+            tried = name
         limit = deadline_s if size else START_S
         if time.monotonic() - since > limit:
             child.kill()
