@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.compare.sample import PEERS
 from benchmarks.compare.train import peers_of
 from benchmarks.gpu_session import STAGES, Options, bench, facts, figures, read_options
+from benchmarks.gpu_short import lines
 from mint.errors import RequestFailedError
 from mint.models.random_base import SHAPES
 
@@ -54,3 +56,19 @@ def test_a_figure_that_fails_is_a_line_and_mint_is_measured_alone(
     lines = [(line["figure"], line.get("failure", "")[-7:-1], line.get("contender")) for line in bench(options)]
     expected = [[(figure.name, "nobody", None), (figure.name, "", "mint")] for figure in unknown]
     assert lines == [line for pair in expected for line in pair]
+
+
+def test_the_short_session_measures_both_sides_on_the_same_work(tmp_path: Path) -> None:
+    options = _options("bench-0.6b", tmp_path, "--device", "cpu", "--shape", "tiny", "--repeats", "1", "--threads", "1")
+    found = list(lines(options))
+    assert [line for line in found if "failure" in line] == []
+    by_figure: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in found:
+        by_figure[line["figure"]].append(line)
+    assert [[line["contender"] for line in own] for own in by_figure.values()] == [
+        *(["mint", "hf-best"], ["mint"], ["mint", "hf-best"], ["mint", "hf-best"], ["mint", "hf-best", "mint"])
+    ]
+    ours, theirs = (line["same_work"] for line in by_figure["train-64"])
+    assert ours.keys() >= {"loss", "gradient_norm", "probe_logprob"}
+    for name in ("loss", "gradient_norm", "probe_logprob"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name

@@ -2,7 +2,7 @@
 
 Where a capture fails, `torch.cuda.graph` leaves its own stream as the present one of the thread, and the allocator in
 the state of a capture (torch 2.11 to 2.13: `CUDAGraph.capture_end` raises before it ends either). All later work of the
-thread would run on that stream, which waits for no other, and memory that ran out could not be freed. Not run on a GPU.
+thread would run on that stream, which waits for no other, and memory that ran out could not be freed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ others. In larger buckets its last bits may, as in prefill and training on a GPU
 products have tiles that do not depend on the shape (`cuda/invariant_kernels.py`).
 
 Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
-tensors of torch's `meta` device, which refuse to be read back. Capture itself needs a GPU and has not been run on one.
+tensors of torch's `meta` device, which refuse to be read back. Capture was run on an H100.
 
 Letters: R rows · T rows of a bucket · C pages of a row · E hidden size · H all heads · Q query heads · D head dimension
 · I inner width · O outputs · V vocabulary.
