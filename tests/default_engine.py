@@ -40,7 +40,8 @@ def use_clusters() -> None:
     _cluster_process[:] = [os.getpid()]
 
 
-def _makes_clusters() -> bool:
+def uses_clusters() -> bool:
+    """Whether engines are clusters, whose replicas sample in processes of their own."""
     return _cluster_process == [os.getpid()]
 
 
@@ -58,7 +59,7 @@ class _Sampling(FakeEngine):
 
 def fake_engine() -> Any:
     """An engine that holds hash chains instead of models."""
-    if not _makes_clusters():
+    if not uses_clusters():
         return FakeEngine()
     return _cluster("fake", partial(_Sampling, lanes=2), lambda _peers: FakeEngine())
 
@@ -67,7 +68,7 @@ def torch_engine(**settings: Any) -> Any:
     """torch's engine with these settings, which must have no paths or functions."""
     from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
 
-    if not _makes_clusters():
+    if not uses_clusters():
         return TorchEngine(**settings)
     given = {"device": "cpu", "micro_batch_rows": MICRO_BATCH_ROWS, **settings}
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from default_engine import uses_clusters
 from openai_server import MODEL
 
 from mint.engine.sampling.sampler import Sampler
+
+pytestmark = pytest.mark.skipif(uses_clusters(), reason="the error is planted into this process, and replicas sample")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me all."}]
 LONG: dict[str, Any] = {"model": MODEL, "temperature": 50.0, "seed": 3, "stream": True}
