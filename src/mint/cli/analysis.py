@@ -463,7 +463,9 @@ def _plan_gpus(
         ("gradient", f"{_mib(2 * planned.gradient)} sent and received by each rank and step" if shared else "stays"),
     ]
     print_pairs([(name, Text(value)) for name, value in rows])
-    Console().print("A prediction from data sheets; no such GPU was measured. Clusters of this version run on CPUs.")
+    Console().print(
+        "A prediction from data sheets and one H100 (docs/cluster.md). Clusters of this version run on CPUs."
+    )
 
 
 def _mib(size: int) -> str:

@@ -1,7 +1,8 @@
 """Predicts what a base model takes of several GPUs, and how many tokens per second they train and sample.
 
-No GPU was measured. Peak rates are those of data sheets (dense bfloat16, without sparsity); the share of them that is
-reached is fitted to published rows of another trainer (docs/cluster.md, "The plan of a cluster").
+Peak rates are those of data sheets (dense bfloat16, without sparsity). The shares of them that are reached were fitted
+to two figures of one H100, Qwen3-0.6B in training on 16,384 tokens and in sampling 64 sequences; others of that card
+are within 20 % (docs/cluster.md, "The plan of a cluster"). No other GPU was measured.
 
 FLOPs of training one token of a sequence of C tokens, with N parameters of the blocks' linear layers that a token
 passes, L of the lora, U of the unembedding, A layers with attention and queries of width q: 4 (N + L + U) for forward
@@ -16,17 +17,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
+from mint.engine.memory.micro_batches import bytes_per_row
 from mint.engine.memory.plan import MemoryPlan
 from mint.engine.model.config import DecoderConfig
 from mint.errors import InvalidRequestError
 
 GIB = 1 << 30
 
-TRAINING_SHARE = 0.2
-"""Share of the peak rate that training reaches by this count of FLOPs; the published rows give 0.12 to 0.28."""
+PRODUCT_SHARE = 0.6
+"""Share of the peak rate that products reach. On an H100 those of a block alone reached 0.72."""
+
+ATTENTION_SHARE = 0.41
+"""Share of the peak rate that attention reaches in training, by its count of FLOPs."""
 
 READ_SHARE = 0.7
-"""Share of the memory bandwidth that decoding reaches. An assumption."""
+"""Share of the memory bandwidth that is reached."""
+
+TOUCHES = 35
+"""So often training reads or writes as many bytes as it keeps of a row for the backward: all that is no product."""
+
+RECOMPUTED_TOUCHES = 4 / 3
+"""The same of a pass whose forward is run again."""
+
+LAYER_S = 85e-6
+"""What a layer of a decoding step takes beside reading weights and cache: kernels between the products, and loras."""
 
 Pass = Literal["kept", "recomputed", "offloaded"]
 
@@ -162,18 +178,12 @@ def _one(
     kv_cache = plan.kv_cache if group.count == 1 else 0  # of several GPUs some train and others sample
     besides = base + kv_cache + getattr(plan, kept)
     resident = min(tenants, max(0, memory - besides) // plan.model)
-    active = active_parameters(config)
-    unembedding = config.vocab_size * config.hidden_size
-    attention = plan.context * config.query_size * len(config.attention_layers)
-    flops = 4 * (active + lora_parameters + unembedding) + 7 * attention
-    if kept != "kept":
-        flops += 2 * active + 2 * attention
-    trained = group.count * TRAINING_SHARE * group.kind.flops / flops
+    recomputes = kept != "kept"
+    token_s = training_seconds(config, group.kind, plan.context, lora_parameters, recomputes=recomputes)
+    trained = group.count / token_s
     rows = max(1, min(plan.sequences, plan.limits.rows))
-    # Some tens of rows read all experts of a mixture; the mean length of a sequence is half of the context.
-    read_s = (plan.base + rows * plan.kv_token * plan.context / 2) / (READ_SHARE * group.kind.bandwidth)
-    arithmetic_s = rows * 2 * (active + unembedding) / (TRAINING_SHARE * group.kind.flops)
-    sampled = group.count * rows / max(read_s, arithmetic_s)
+    # The mean length of a sequence is half of the context.
+    sampled = group.count * rows / step_seconds(config, group.kind, plan, rows, plan.context / 2)
     balanced = group.count * sampled / (trained + sampled)
     return GroupPlan(
         group=group,
@@ -192,6 +202,30 @@ def _one(
         trainers=min(max(1, round(balanced)), max(1, group.count - 1)),
         gradient=4 * lora_parameters,
     )
+
+
+def training_seconds(
+    config: DecoderConfig, kind: DeviceKind, context: int, lora_parameters: int, *, recomputes: bool
+) -> float:
+    """Seconds for each token of full micro-batches, of sequences of `context` tokens."""
+    active = active_parameters(config)
+    products = 4 * (active + lora_parameters + config.vocab_size * config.hidden_size)
+    attention = 7 * context * config.query_size * len(config.attention_layers)
+    touched = TOUCHES * bytes_per_row(config, torch.bfloat16)
+    if recomputes:
+        products += 2 * active
+        attention += 2 * context * config.query_size * len(config.attention_layers)
+        touched *= RECOMPUTED_TOUCHES
+    product_s, attention_s = products / (PRODUCT_SHARE * kind.flops), attention / (ATTENTION_SHARE * kind.flops)
+    return product_s + attention_s + touched / (READ_SHARE * kind.bandwidth)
+
+
+def step_seconds(config: DecoderConfig, kind: DeviceKind, plan: MemoryPlan, rows: int, tokens: float) -> float:
+    """Seconds of a decoding step of `rows` sequences of so many tokens. Some tens of rows read all experts of a
+    mixture."""
+    read_s = (plan.base + rows * plan.kv_token * tokens) / (READ_SHARE * kind.bandwidth)
+    products = 2 * (active_parameters(config) + config.vocab_size * config.hidden_size)
+    return max(read_s, rows * products / (PRODUCT_SHARE * kind.flops)) + LAYER_S * config.num_hidden_layers
 
 
 def active_parameters(config: DecoderConfig) -> int:
