@@ -8,7 +8,7 @@ an H100. On one, they passed the self-check.
 
 Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
 by side · D head dimension · I inner width · O outputs · L slots of loras · S lora parts of one product · r rank · C
-pages of a row.
+pages of a row · N parts of the inputs.
 """
 
 from __future__ import annotations
@@ -230,15 +230,16 @@ class _Parts:
 def _parts(lora: LoraPart | None, absent: Tensor) -> _Parts:
     """Without a lora the rank is 0, and `absent` stands for the tensors."""
     names = ("down", "bs", "scales", "slots")
-    tensors = dict.fromkeys(names, absent) if lora is None else {name: getattr(lora, name) for name in names}
-    sizes = (
-        {"slot_size": 0, "sum_size": 0}
-        if lora is None
-        else {"slot_size": lora.bs.stride(0), "sum_size": lora.down.stride(0)}
-    )
-    rank, sums = (0, 1) if lora is None else (lora.bs.shape[2], len(lora.down))
-    constants = {"RANK": rank, "RANKS": min(RANKS_ADDED, _padded(rank)), "SUMS": sums, "PRECISION": PRECISION}
-    return _Parts(tensors | sizes, constants)
+    if lora is None:
+        absents = dict.fromkeys(names, absent) | {"slot_size": 0, "sum_size": 0}
+        return _Parts(absents, _constants(rank=0, sums=1))
+    tensors = {name: getattr(lora, name) for name in names}
+    sizes = {"slot_size": lora.bs.stride(0), "sum_size": lora.down.stride(0)}
+    return _Parts(tensors | sizes, _constants(rank=lora.bs.shape[2], sums=len(lora.down)))
+
+
+def _constants(*, rank: int, sums: int) -> dict[str, Any]:
+    return {"RANK": rank, "RANKS": min(RANKS_ADDED, _padded(rank)), "SUMS": sums, "PRECISION": PRECISION}
 
 
 def _padded(size: int) -> int:
