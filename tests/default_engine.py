@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from mint.engine.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -43,6 +45,12 @@ def use_clusters() -> None:
 def uses_clusters() -> bool:
     """Whether engines are clusters, whose replicas sample in processes of their own."""
     return _cluster_process == [os.getpid()]
+
+
+def in_one_process(what: str) -> pytest.MarkDecorator:
+    """Leaves a test out where engines are clusters: `what` it does to the engine, or to the service's thread, does not
+    reach the processes that sample."""
+    return pytest.mark.skipif(uses_clusters(), reason=f"{what} in this process, and replicas sample in others")
 
 
 class _Sampling(FakeEngine):

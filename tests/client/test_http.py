@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from default_engine import fake_engine
+from default_engine import fake_engine, in_one_process
 from http_server import http_app
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -469,6 +469,7 @@ def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
     assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
 
 
+@in_one_process("the service's thread is held")
 def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(door: RecordingServer, url: str) -> None:
     door.lets_wait = True
     service, go_on = door.running.service, threading.Event()
@@ -482,6 +483,7 @@ def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(doo
         go_on.set()
 
 
+@in_one_process("the service's thread is held")
 def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: RecordingServer, url: str) -> None:
     door.lets_wait = True
     service, go_on = door.running.service, threading.Event()

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from default_engine import uses_clusters
+from default_engine import in_one_process
 from openai_server import MODEL
 
 from mint.engine.sampling.sampler import Sampler
 
-pytestmark = pytest.mark.skipif(uses_clusters(), reason="the error is planted into this process, and replicas sample")
+pytestmark = in_one_process("an error is planted")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me all."}]
 LONG: dict[str, Any] = {"model": MODEL, "temperature": 50.0, "seed": 3, "stream": True}

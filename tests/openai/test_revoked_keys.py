@@ -10,11 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from default_engine import in_one_process
 from openai_server import MODEL, Server
 from waiting import HANG_S, wait_until
 
 from mint.server.store.keys import ApiKeys
 from mint.server.worker.sampling_batch import SamplingBatch
+
+pytestmark = in_one_process("the engine is slow")
 
 TOKENS = 900
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "max_tokens": TOKENS, "ignore_eos": True}

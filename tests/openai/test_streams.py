@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from default_engine import in_one_process
 from openai_server import MODEL, Server
 from waiting import HANG_S, wait_until
 
@@ -58,6 +59,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     assert not seen.has_hung
 
 
+@in_one_process("the steps of the engine are held")
 def test_tokens_leave_while_others_are_still_to_be_sampled(client: openai.OpenAI, steps: Steps) -> None:
     steps.allow(100)
     stream = client.completions.create(stream=True, n=4, seed=1, **{**LONG, "max_tokens": 400})
@@ -87,6 +89,7 @@ def leave(server: Server, body: dict[str, Any], once: Callable[[], Any]) -> None
     asyncio.run(ask_and_leave())
 
 
+@in_one_process("the steps of the engine are held")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_room_at_once(server: Server, steps: Steps, stream: bool) -> None:
     open_before = server.running.service.futures.open_count
@@ -132,6 +135,7 @@ def test_a_request_of_many_prompts_leaves_the_event_loop_to_others(
     assert max(turns["ended"]) <= PROMPTS_AT_ONCE
 
 
+@in_one_process("the steps of the engine are held")
 def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, steps: Steps) -> None:
     hold = threading.Event()
     server.running.service.call_soon(lambda: hold.wait(2 * HANG_S))
@@ -146,6 +150,7 @@ def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, steps
     assert max(steps.rows, default=0) < 100
 
 
+@in_one_process("the steps of the engine are held")
 def test_a_long_stream_holds_nobody_up(server: Server, client: openai.OpenAI, steps: Steps) -> None:
     with server.client("bob") as other:
         steps.allow(20)
