@@ -5,8 +5,8 @@
 The figures of `gpu_session` that one base serves, and a long sequence of a larger one, by mint's engine and by
 transformers + PEFT ("hf-best"), one after another in one process: no worker starts again, and a base is written
 once. So the sides take no turns, and what one leaves on the card is freed before the next. Losses, gradients
-and the logprob of a fixed sequence are in the lines, to be compared. The time to load mint's first figure has
-the cold self- check in it. Lines go to OUT/short.jsonl; see docs/gpu.md.
+and the logprob of a fixed sequence are in the lines, to be compared. The time to load of the first line
+contains the self-check, which compiles. Lines go to OUT/short.jsonl; see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
         "seconds": seconds[1:],
         "tokens_per_second": done["tokens"] / median_s,
         "peak_device_mib": None if options.small else torch.cuda.max_memory_allocated() >> 20,
-        "same_work": {name: found for name, found in done.items() if isinstance(found, float)} | worker.ready(),
+        "same_work": {name: found for name, found in done.items() if isinstance(found, float)}
+        | worker.ready()
+        | worker.finished(),
     }
 
 
@@ -105,13 +107,13 @@ def lines(options: Options) -> Iterator[dict[str, Any]]:
     for figure in short_figures(options):
         for side in figure.sides:
             about = {"stage": "short", "figure": figure.name, "shape": asdict(figure.shape)}
+            found: dict[str, Any]
             try:
                 found = measure(figure, side, options)
             except Exception:  # noqa: BLE001  the next figure does not need this one
-                yield about | {"contender": side, "failure": traceback.format_exc()}
-                continue
+                found = {"contender": side, "failure": traceback.format_exc()}
             published = PRIME_RL.get(model_of(asdict(figure.shape.model)) or "")
-            if figure.name == "train-long" and published is not None:
+            if figure.name == "train-long" and published is not None and "failure" not in found:
                 found["ratio_to_prime_rl"] = found["tokens_per_second"] / published
             yield about | found
             gc.collect()

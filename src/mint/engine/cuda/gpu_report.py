@@ -33,7 +33,8 @@ class GpuReport:
 
 
 def check_gpu(version: str, say: Callable[[str], None]) -> GpuReport:
-    """Runs the self-check of mint `version`; a minute or two, where torch compiles for the first time. `say` hears what
+    """Runs the self-check of mint `version`; some minutes, where torch and Triton compile for the first
+    time. `say` hears what
     is tried.
 
     Raises:

@@ -285,7 +285,7 @@ def check_paths(
     source: PathSource, *, is_timed: bool, deadline_s: float = DEADLINE_S, say: Say | None = None
 ) -> list[Verdict]:
     """The verdict of each path by name, in order; of several cases of a path the first fault. `say` hears the name of
-    each path when it is tried.
+    each path that is tried; it may miss one that takes less than a look at the report.
 
     Each case of a path has `deadline_s`. After one that does not return or ends the process, the others are checked in
     another process. A path that has failed is faulty: its further cases are left out. If not even the first path of a
@@ -349,20 +349,26 @@ def _wait(child: subprocess.Popen[bytes], report: Path, deadline_s: float, say: 
     """Waits until the child ends, or has reported nothing for so long."""
     size, since = 0, time.monotonic()
     tried: str | None = None
+
+    def hear() -> None:
+        nonlocal tried
+        name = next((line["started"] for line in reversed(_read(report)) if "started" in line), None)
+        if say is not None and name is not None and name != tried:
+            say(name)
+        tried = name
+
     while child.poll() is None:
         time.sleep(0.05)
         found = report.stat().st_size
         if found != size:
             size, since = found, time.monotonic()
-            name = next((line["started"] for line in reversed(_read(report)) if "started" in line), None)
-            if say is not None and name is not None and name != tried:
-                say(name)
-            tried = name
+            hear()
         limit = deadline_s if size else START_S
         if time.monotonic() - since > limit:
             child.kill()
             child.wait()
             return f"did not end within {limit:.0f} s"
+    hear()
     return None
 
 

@@ -1,8 +1,9 @@
 """Predicts what a base model takes of several GPUs, and how many tokens per second they train and sample.
 
-Peak rates are those of data sheets (dense bfloat16, without sparsity). The shares of them that are reached were fitted
-to two figures of one H100, Qwen3-0.6B in training on 16,384 tokens and in sampling 64 sequences; others of that card
-are within 20 % (docs/cluster.md, "The plan of a cluster"). No other GPU was measured.
+Peak rates are those of data sheets (dense bfloat16, without sparsity). The shares of them that are reached were chosen
+by two figures of one H100 (Qwen3-0.6B in training on 16,384 tokens and in sampling 64 sequences) and by their profiles.
+Two others of that card are within 20 %, and a single sequence within 35 % (docs/cluster.md, "The plan of a cluster").
+No other GPU was measured.
 
 FLOPs of training one token of a sequence of C tokens, with N parameters of the blocks' linear layers that a token
 passes, L of the lora, U of the unembedding, A layers with attention and queries of width q: 4 (N + L + U) for forward

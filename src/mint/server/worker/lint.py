@@ -69,7 +69,7 @@ SHARPENED_FIT = 0.985
 """Shares of the variance of q - p that a temperature must explain: below that of the pass, and above. Training sharpens
 a policy, so that samples of older weights look like those of a higher temperature, to 0.98 at most. The first share
 must hold without the token that differs most, too: where a policy is certain of nearly all tokens, the rounding of one
-of them makes up most of q - p, and two numbers explain one."""
+of them makes up most of q - p, and the two slopes can always be chosen to fit one token."""
 
 TEMPERATURE_RANGE = (0.3, 2.0)
 """Plausible sampling temperatures, relative to that of the pass."""
