@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,11 @@ shorten_thread_spinning()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell that starts something in the background makes it deaf to Ctrl-C, and all that it starts in its turn
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if sys.version_info < (3, 12):
+    # Python 3.11 parses lines for the marks in a traceback, and counts the depth of trees for all threads together: a
+    # traceback that a worker logs would make another thread's parsing, as of an import, raise SystemError.
+    traceback._extract_caret_anchors_from_line_segment = lambda _line: None  # ty: ignore[unresolved-attribute]
 
 MINT_VARIABLES = (
     "MINT_BASE_URL",

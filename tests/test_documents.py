@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,6 +15,7 @@ import pytest
 from http_server import http_server
 
 import mint.rl
+from mint.client import session
 from mint.config import Settings
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import Group, RLConfig, mixture, run_grpo
@@ -35,6 +36,18 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.fixture
+def no_service_left() -> Iterator[None]:
+    """Ends the services that a document leaves open, as the end of a program does: their folder goes with the test, and
+    they would go on to fail, and to log it beside other tests."""
+    before = set(session._open_sessions)
+    yield
+    for left in set(session._open_sessions) - before:
+        if left.is_embedded:
+            left.close()
+
+
+@pytest.mark.usefixtures("no_service_left")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_python_blocks_of_a_document_run_in_order(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
