@@ -27,8 +27,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if sys.version_info < (3, 12):
-    # Python 3.11 parses lines for the marks in a traceback, and counts the depth of trees for all threads together: a
-    # traceback that a worker logs would make another thread's parsing, as of an import, raise SystemError.
+    # Python 3.11 parses lines for the marks in a traceback, and counts the depth of trees for all threads together. If
+    # garbage is collected while one thread parses, another may log a traceback: the first then raises SystemError.
     traceback._extract_caret_anchors_from_line_segment = lambda _line: None  # ty: ignore[unresolved-attribute]
 
 MINT_VARIABLES = (

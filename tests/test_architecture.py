@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-from syntax_trees import parse
-
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mint"
 
@@ -99,7 +97,7 @@ MAX_MODULES_AT_THE_TOP = 11
 def sources() -> dict[str, ast.Module]:
     """Relative path → syntax tree of every module of the package."""
     files = sorted(SOURCE.rglob("*.py"))
-    return {path.relative_to(SOURCE).as_posix(): parse(path) for path in files}
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in files}
 
 
 def module_of(relative: str) -> str:

@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-from syntax_trees import parse
-
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "mint"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -25,7 +23,7 @@ def public_errors() -> set[str]:
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for path in SOURCES.rglob("*.py")
-        for node in ast.walk(parse(path))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     }
     found = {"MintError"}
@@ -36,7 +34,7 @@ def public_errors() -> set[str]:
 
 def warning_codes() -> set[str]:
     """What stands before the colon of each warning about a batch."""
-    tree = parse(SOURCES / "server" / "worker" / "lint.py")
+    tree = ast.parse((SOURCES / "server" / "worker" / "lint.py").read_text())
     constants = [
         node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-from syntax_trees import parse
-
 from mint.engine.cpu.build import HEADERS, SOURCES
 
 STRUCT = re.compile(r"typedef struct \{(?P<body>[^}]*)\} (?P<name>\w+);")
@@ -36,7 +34,7 @@ def _structs_of_kernels() -> dict[str, list[str]]:
 def test_kernels_are_called_with_the_fields_of_their_structs() -> None:
     expected, called = _structs_of_kernels(), set[str]()
     for path in sorted(Path(SOURCES[0]).parent.parent.glob("*.py")):
-        for node in ast.walk(parse(path)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or len(node.args) != 2 or not node.keywords:
                 continue
             text = ast.unparse(node.func)

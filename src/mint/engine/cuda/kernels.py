@@ -43,8 +43,9 @@ RANKS_ADDED = 64
 """Ranks that the second half adds at a time: the memory of a program does not grow with the rank."""
 
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
-"""Of a lora's products: factors of float32 as sums of two numbers in TF32, which has nearly the accuracy of float32,
-and runs on the matrix units of NVIDIA's GPUs since Ampere. Triton does not have it for AMD's."""
+"""How Triton multiplies the float32 factors of a lora. With "tf32x3" it adds three products in TF32, which are nearly
+as accurate as one in float32. The matrix units of NVIDIA's GPUs compute them from Ampere on. AMD's GPUs lack this
+mode."""
 
 
 class TritonKernels:

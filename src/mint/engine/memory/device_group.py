@@ -37,13 +37,15 @@ READ_SHARE = 0.7
 """Share of the memory bandwidth that is reached."""
 
 TOUCHES = 35
-"""So often training reads or writes as many bytes as it keeps of a row for the backward: all that is no product."""
+"""Bytes that training reads and writes outside of products and attention, for each byte that it keeps for the
+backward."""
 
 RECOMPUTED_TOUCHES = 4 / 3
-"""The same of a pass whose forward is run again."""
+"""A pass whose forward is run again reads and writes so many times as much."""
 
 LAYER_S = 85e-6
-"""What a layer of a decoding step takes beside reading weights and cache: kernels between the products, and loras."""
+"""Seconds that a decoding step spends in each layer on the kernels between the products and on loras. The time to read
+weights and cache is counted apart."""
 
 Pass = Literal["kept", "recomputed", "offloaded"]
 
@@ -211,11 +213,12 @@ def training_seconds(
     """Seconds for each token of full micro-batches, of sequences of `context` tokens."""
     active = active_parameters(config)
     products = 4 * (active + lora_parameters + config.vocab_size * config.hidden_size)
-    attention = 7 * context * config.query_size * len(config.attention_layers)
+    scores = context * config.query_size * len(config.attention_layers)
+    attention = 7 * scores
     touched = TOUCHES * bytes_per_row(config, torch.bfloat16)
     if recomputes:
         products += 2 * active
-        attention += 2 * context * config.query_size * len(config.attention_layers)
+        attention += 2 * scores
         touched *= RECOMPUTED_TOUCHES
     product_s, attention_s = products / (PRODUCT_SHARE * kind.flops), attention / (ATTENTION_SHARE * kind.flops)
     return product_s + attention_s + touched / (READ_SHARE * kind.bandwidth)

@@ -34,8 +34,8 @@ ITEMS_IN_A_STATE = 500
 """Of llguidance's parser: the time of a token grows with them. A schema of 60 properties with 30 values has 250."""
 
 FIRST_S, TOKEN_S = 0.05, 0.001
-"""The time of a processor that a text may take: so much, and so much for each token. A schema takes 0.1 ms a token, a
-long text that is forced 0.14 ms, and on a busy machine three times as much: processors share caches and threads."""
+"""The time of a processor that a text may take: so much, and so much for each token. A schema takes 0.1 ms a token,
+and a long text that is forced 0.14 ms. A busy machine takes longer, because processors share caches and threads."""
 
 SHOWN_CHARACTERS = 200
 MAX_GRAMMAR_CHARACTERS = 1 << 18
