@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mint.engine.devices import Device
-from mint.engine.lora import LoraWeights
+from mint.engine.lora import LoraLayout, LoraWeights
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
@@ -26,4 +26,4 @@ def open_decoder(
 
 def new_lora(decoder: Decoder, spec: LoraSpec) -> LoraWeights:
     """A lora on the decoder, all zeros."""
-    return LoraWeights(decoder.sites(spec), spec, decoder.device)
+    return LoraWeights.zeros(LoraLayout(decoder.sites(spec), spec), decoder.device)

@@ -67,7 +67,7 @@ def mint_engine(folder: Path, dtype: DType, threads: int) -> TorchEngine:
     engine.load_base("base", str(folder))
     for name, on_experts in (("attention", False), ("all", True)):
         engine.create_model(name, "base", LoraSpec(RANK, 0, True, on_experts, False))
-        engine._models[name].weights.flat.normal_(0, 0.01)
+        engine._models[name].weights.normal_(0, 0.01)
         engine.publish(name, name)
     return engine
 

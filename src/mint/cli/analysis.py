@@ -455,7 +455,11 @@ def _plan_gpus(
         ("verdict", verdict),
         ("of a GPU", f"{_mib(planned.needed)} of {_mib(memory)} with one model in training"),
         ("base model", f"{_mib(planned.base)}: {base}"),
-        ("models", f"{_mib(own.model)} each: {planned.resident} of {planned.tenants} at once, others wait in files"),
+        (
+            "models",
+            f"{_mib(planned.model)} of a GPU each: {planned.resident} of {planned.tenants} at once, "
+            "others wait in files",
+        ),
         ("a pass", f"{_mib(getattr(own, planned.activations))} for {own.context} tokens ({planned.activations})"),
         ("training", f"{planned.trained:,.0f} tokens/s if all {group.count} train"),
         ("sampling", f"{planned.sampled:,.0f} tokens/s if all sample, {planned.decoding} sequences at once"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.cluster.collectives.parallelism import ALIKE, Parallelism, divides_moments, ranks
+from mint.cluster.collectives.parallelism import ALIKE, Parallelism, ranks
 from mint.cluster.groups import DEADLINE_S, RankGroup, RankLostError
 from mint.cluster.lifetime.adoption import keep_renewing
 from mint.cluster.local_sampling import LocalSampling
@@ -42,6 +42,7 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
+from mint.engine.reductions.state_division import divides_lora
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, NotFoundError
 
@@ -214,9 +215,10 @@ class ClusterEngine:
         return effective
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
-        """The memory of a model on all ranks, which are on this machine. Large moments are there once."""
+        """The memory of a model on all ranks, which are on this machine. A large LoRA is there once. What a pass
+        gathers of it is not counted, because one pass runs at a time."""
         weights = self.state_bytes(base, lora) // 3
-        divided = 2 * weights if divides_moments(weights // 4) else 0
+        divided = 4 * weights if divides_lora(weights // 4) else 0
         return self._trainers * (self._own.model_bytes(base, lora) - divided) + divided
 
     def state_bytes(self, base: str, lora: LoraSpec) -> int:

@@ -56,32 +56,94 @@ def parameter_count(sites: Sequence[Site], rank: int) -> int:
     return sum(_size(site, rank) for site in sites)
 
 
-class LoraWeights:
-    """The weights of one lora: `flat` holds all, `sites` and `named` are views into it."""
+class LoraLayout:
+    """Where the matrices of a lora lie within one flat vector: of its weights, their gradient, or a moment."""
 
-    def __init__(self, sites: Sequence[Site], lora: LoraSpec, device: torch.device) -> None:
-        """All zeros; see `initialise`. `sites` are those of the base model that `lora` trains."""
-        self.spec = lora
-        self.scale = LORA_ALPHA / lora.rank
-        self._sites = sites
-        self.flat = torch.zeros(parameter_count(sites, lora.rank), device=device)
-        self.sites = self._cut(self.flat)
-
-    @property
-    def layout(self) -> Sequence[Site]:
-        """The trained sites, in the order of storage."""
-        return self._sites
+    def __init__(self, sites: Sequence[Site], spec: LoraSpec) -> None:
+        """`sites` are those of the base model that `spec` trains, in the order of storage."""
+        self.sites = sites
+        self.spec = spec
+        self.size = parameter_count(sites, spec.rank)
 
     @property
     def module_names(self) -> list[str]:
         """The trained layers, as PEFT names them."""
-        return [module for site in self._sites for module in site.modules]
+        return [module for site in self.sites for module in site.modules]
 
-    def initialise(self, seed: int) -> None:
-        """A as PEFT does it (kaiming uniform with a=√5, so ±1/√inputs), from `seed` alone; B zero."""
-        generator = torch.Generator().manual_seed(seed)
+    @cached_property
+    def arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
+        """Where each array of the named form lies within the vector, and its shape."""
+        rank = self.spec.rank
+        a = 0
+        arrays = {}
+        for site in self.sites:
+            # As in `cut`: the As of all modules of a site, then their Bs.
+            b = a + rank * len(site.modules) * site.inputs
+            for module, outputs in zip(site.modules, site.outputs, strict=True):
+                arrays[f"{module}.lora_A.weight"] = slice(a, a + rank * site.inputs), (rank, site.inputs)
+                arrays[f"{module}.lora_B.weight"] = slice(b, b + outputs * rank), (outputs, rank)
+                a, b = a + rank * site.inputs, b + outputs * rank
+            a = b
+        return arrays
+
+    def cut(self, vector: Tensor) -> dict[str, SiteWeights]:
+        """Views into `vector` [size], by site: of each site first `a`, then the bs."""
+        start = 0
+        sites = {}
+        for site in self.sites:
+            views = []
+            for rows, columns in _shapes(site, self.spec.rank):
+                views.append(vector[start : start + rows * columns].view(rows, columns))
+                start += rows * columns
+            sites[site.name] = SiteWeights(views[0], tuple(views[1:]))
+        return sites
+
+    def named(self, vector: Tensor) -> dict[str, np.ndarray]:
+        """`vector` [size], cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r].
+
+        On a CPU the arrays are read-only views of it.
+        """
+        entries = vector.detach().cpu().numpy().view()
+        entries.flags.writeable = False
+        return {name: entries[place].reshape(shape) for name, (place, shape) in self.arrays.items()}
+
+    def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:
+        """The vector of which `arrays` is the named form, in the memory of the CPU: the inverse of `named`.
+
+        Raises:
+            CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
+        """
+        if self.arrays.keys() != arrays.keys():
+            missing, extra = sorted(self.arrays.keys() - arrays.keys()), sorted(arrays.keys() - self.arrays.keys())
+            raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
+        entries = np.empty(self.size, np.float32)
+        for name, (place, shape) in self.arrays.items():
+            if arrays[name].shape != shape:
+                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {shape}")
+            entries[place] = arrays[name].reshape(-1)
+        return torch.from_numpy(entries)
+
+
+class LoraWeights:
+    """The weights of one lora: `flat` holds all, `sites` are views into it."""
+
+    def __init__(self, layout: LoraLayout, flat: Tensor) -> None:
+        """The weights that are in `flat` [layout.size], float32, which is not copied."""
+        self.layout = layout
+        self.scale = LORA_ALPHA / layout.spec.rank
+        self.flat = flat
+        self.sites = layout.cut(flat)
+
+    @classmethod
+    def zeros(cls, layout: LoraLayout, device: torch.device) -> LoraWeights:
+        """All zeros; see `initialise`."""
+        return cls(layout, torch.zeros(layout.size, device=device))
+
+    def initialise(self) -> None:
+        """A as PEFT does it (kaiming uniform with a=√5, so ±1/√inputs), from the seed of the spec alone; B zero."""
+        generator = torch.Generator().manual_seed(self.layout.spec.seed)
         self.flat.zero_()
-        for site in self._sites:
+        for site in self.layout.sites:
             bound = 1 / math.sqrt(site.inputs)
             a = self.sites[site.name].a
             # Drawn on the CPU: a seed gives the same lora on every device.
@@ -92,74 +154,11 @@ class LoraWeights:
     def enable_gradient(self) -> Tensor:
         """Makes every matrix a leaf whose gradient is a view into one vector of zeros, which is returned."""
         gradient = torch.zeros_like(self.flat)
-        for name, parts in self._cut(gradient).items():
+        for name, parts in self.layout.cut(gradient).items():
             own = self.sites[name]
             for tensor, grad in zip((own.a, *own.bs), (parts.a, *parts.bs), strict=True):
                 tensor.requires_grad_().grad = grad
         return gradient
-
-    def copy(self) -> LoraWeights:
-        """A copy without gradient; later steps on this one do not touch it."""
-        other = LoraWeights(self._sites, self.spec, self.flat.device)
-        other.flat.copy_(self.flat)
-        return other
-
-    def named(self, vector: Tensor | None = None) -> dict[str, np.ndarray]:
-        """A copy of the weights, cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r].
-
-        If given, `vector` is cut instead, without a copy: on a CPU the arrays are read-only views of it.
-        """
-        if vector is None:
-            entries = self.flat.detach().to("cpu", copy=True).numpy()
-        else:
-            entries = vector.detach().cpu().numpy().view()
-            entries.flags.writeable = False
-        return {name: entries[place].reshape(shape) for name, (place, shape) in self.arrays.items()}
-
-    def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:
-        """The vector of which `arrays` is the named form: the inverse of `named`.
-
-        Raises:
-            CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
-        """
-        if self.arrays.keys() != arrays.keys():
-            missing, extra = sorted(self.arrays.keys() - arrays.keys()), sorted(arrays.keys() - self.arrays.keys())
-            raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
-        entries = np.empty(len(self.flat), np.float32)
-        for name, (place, shape) in self.arrays.items():
-            if arrays[name].shape != shape:
-                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {shape}")
-            entries[place] = arrays[name].reshape(-1)
-        return torch.from_numpy(entries).to(self.flat.device)
-
-    def _cut(self, vector: Tensor) -> dict[str, SiteWeights]:
-        """Views into `vector`, by site: of each site first `a`, then the bs."""
-        rank = self.spec.rank
-        start = 0
-        sites = {}
-        for site in self._sites:
-            views = []
-            for rows, columns in _shapes(site, rank):
-                views.append(vector[start : start + rows * columns].view(rows, columns))
-                start += rows * columns
-            sites[site.name] = SiteWeights(views[0], tuple(views[1:]))
-        return sites
-
-    @cached_property
-    def arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
-        """Where each array of the named form lies within the vector, and its shape."""
-        rank = self.spec.rank
-        a = 0
-        arrays = {}
-        for site in self._sites:
-            # As in `_cut`: the As of all modules of a site, then their Bs.
-            b = a + rank * len(site.modules) * site.inputs
-            for module, outputs in zip(site.modules, site.outputs, strict=True):
-                arrays[f"{module}.lora_A.weight"] = slice(a, a + rank * site.inputs), (rank, site.inputs)
-                arrays[f"{module}.lora_B.weight"] = slice(b, b + outputs * rank), (outputs, rank)
-                a, b = a + rank * site.inputs, b + outputs * rank
-            a = b
-        return arrays
 
 
 @dataclass(frozen=True)

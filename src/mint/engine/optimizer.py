@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.protocol import AdamSpec
-from mint.engine.reductions.gradient_norm import gradient_norm, older_gradient_norm
+from mint.engine.reductions.gradient_norm import norm_of, older_gradient_norm, square_sums
 from mint.engine.reductions.state_division import StateDivision
 from mint.engine.transfers import for_float64
 
@@ -49,27 +49,30 @@ def step_adam(
 
     A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
     reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` runs torch's fused kernel, as a
-    GPU should. `older_norm` is for the replay of older journals. With a `division`, `state` has its own part of the
-    moments, all processes call this, and each gets all weights, with the bits of one process. The host waits for a GPU
-    twice: for the norm, and for the outcome of the step.
+    GPU should. `older_norm` is for the replay of older journals. With a `division`, all vectors are the parts that this
+    process keeps, all processes call this, and the bits are those of one process. The host waits for a GPU twice: for
+    the norm, and for the outcome of the step.
     """
-    norm = older_gradient_norm(gradient) if older_norm else gradient_norm(gradient)
+    sums_of = square_sums if division is None else division.square_sums
+    if older_norm:
+        norm = older_gradient_norm(gradient if division is None else division.gather(gradient))
+    else:
+        norm = norm_of(sums_of(gradient).tolist())
     update_norm, skipped = 0.0, True
     if math.isfinite(norm):
         if 0 < adam.grad_clip_norm < norm:
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
         # On copies: whether the step is finite is known only afterwards.
         advance = _advance_fused if fused else _advance
-        own = slice(None) if division is None else division.own
-        updated, moved = advance(weights[own], gradient[own], state, adam)
+        updated, moved = advance(weights, gradient, state, adam)
         finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
         if division is not None:
-            updated, finite = division.gather(updated), division.all_agree(finite)
-        distance = torch.linalg.vector_norm(for_float64(updated - weights), dtype=torch.float64)
-        is_finite, distance = torch.stack([for_float64(finite).double(), distance]).tolist()
+            finite = division.all_agree(finite)
+        sums = sums_of(updated - weights)
+        is_finite, *sums = torch.cat([for_float64(finite).double().view(1), sums]).tolist()
         skipped = not is_finite
         if not skipped:
-            update_norm = distance
+            update_norm = norm_of(sums)
             weights.copy_(updated)
             state.exp_avg, state.exp_avg_sq, state.step = moved.exp_avg, moved.exp_avg_sq, moved.step
     gradient.zero_()

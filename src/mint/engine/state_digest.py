@@ -51,18 +51,14 @@ def digest_of(step: int, arrays: Arrays, vectors: Sequence[Tensor]) -> str:
     return f"b1:{whole.hexdigest()[:32]}"
 
 
-def digest_of_divided(
-    step: int, arrays: Arrays, weights: Tensor, moments: Sequence[Tensor], division: StateDivision
-) -> str:
-    """The same of moments of which each process keeps a part; all processes call it."""
+def digest_of_divided(step: int, arrays: Arrays, parts: Sequence[Tensor], division: StateDivision) -> str:
+    """The same of vectors of which each process keeps the given part; all processes call it."""
     whole = _begun(step, arrays)
-    for digests in _hash_blocks(_bounds(arrays), [weights]):  # of all: so processes whose weights differ say so
-        whole.update(digests)
     blocks, first = blocks_of(arrays), division.own.start
     places = {bounds: place for place, bounds in enumerate(blocks)}
     own = [(start - first, stop - first) for start, stop in blocks if first <= start < division.own.stop]
-    for vector in moments:
-        gathered = division.gather_digests(b"".join(_hash_blocks(own, [vector])))
+    for part in parts:
+        gathered = division.gather_digests(b"".join(_hash_blocks(own, [part])))
         size = len(gathered) // len(blocks)
         for bounds in _bounds(arrays):
             whole.update(gathered[places[bounds] * size :][:size])

@@ -1,6 +1,6 @@
 """The engine on PyTorch: base models, loras in training with their optimizers, and published weights for sampling.
 
-Holds state and delegates the arithmetic: a base model (`bases`) runs passes and samples, `optimizer` a step.
+Holds state and delegates the arithmetic: `trained_model` trains a lora, and a base model (`bases`) samples.
 Knows nothing of tenants, journals or HTTP.
 """
 
@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mint.engine.bases.base_model import BaseModel
 from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.bases.decoder_base import DecoderBase
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
+from mint.engine.bases.trained_model import TrainedModel
 from mint.engine.chunked.chunk_shapes import MOST_CHUNKS
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.devices import Device
-from mint.engine.lora import LoraWeights, parameter_count
+from mint.engine.lora import LoraLayout, LoraWeights, parameter_count
 from mint.engine.model.config import read_decoder_config
-from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.protocol import (
     LORA_ALPHA,
     AdamSpec,
@@ -43,25 +42,12 @@ from mint.engine.protocol import (
 )
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.reductions.division import ALONE, Peers
-from mint.engine.reductions.state_division import StateDivision
-from mint.engine.state_digest import blocks_of, digest_of, digest_of_divided, is_old, old_digest_of
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class _TrainedModel:
-    base: BaseModel
-    weights: LoraWeights
-    gradient: Tensor
-    adam: AdamState
-    division: StateDivision | None = None  # of the moments; None: all are here
-    tokens: int = 0  # trained since the last step
-    has_older_sum: bool = False  # the gradient has a part that was summed as older versions did
 
 
 @dataclass(frozen=True)
@@ -144,7 +130,7 @@ class TorchEngine:
             )
         self._peers = peers
         self._bases: dict[str, BaseModel] = {}
-        self._models: dict[str, _TrainedModel] = {}
+        self._models: dict[str, TrainedModel] = {}
         self._published: dict[str, _Published] = {}
         self._caches = CacheSizes(kv_cache_bytes, prefix_cache_bytes, cache_sharers)
 
@@ -175,21 +161,17 @@ class TorchEngine:
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         """A new lora with fresh optimizer; returns the settings that took effect."""
         found = self._base(base)
-        weights = LoraWeights(found.sites(lora), lora, found.device)
-        weights.initialise(lora.seed)
-        gradient = weights.enable_gradient()
-        division = self._peers.divide_state(blocks_of(weights.arrays))
-        adam = AdamState.fresh(weights.flat if division is None else weights.flat[division.own])
-        self._models[model_id] = _TrainedModel(found, weights, gradient, adam, division)
+        model = TrainedModel(found, lora, self._peers, fused=self._device.fuses_optimizer)
+        self._models[model_id] = model
         return {
             **found.info.settings,
             "arch": found.info.arch,
             "alpha": LORA_ALPHA,
-            "scale": weights.scale,
+            "scale": LORA_ALPHA / lora.rank,
             "rank": lora.rank,
             "seed": lora.seed,
-            "trained_modules": sorted({name.rsplit(".", 1)[-1] for name in weights.module_names}),
-            "trainable_parameters": weights.flat.numel(),
+            "trained_modules": sorted({name.rsplit(".", 1)[-1] for name in model.layout.module_names}),
+            "trainable_parameters": model.layout.size,
             "lora_dtype": "float32",
         }
 
@@ -212,7 +194,7 @@ class TorchEngine:
         """Forgets a model; unknown ids are fine."""
         model = self._models.pop(model_id, None)
         if model is not None:
-            model.base.forget(model.weights)
+            model.forget()
 
     def has_model(self, model_id: str) -> bool:
         """Whether the model is in memory."""
@@ -227,8 +209,7 @@ class TorchEngine:
 
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
-        model = self._model(model_id)
-        return model.base.run_pass(model.weights, data, loss, gradient=None, repeated=None, peers=self._peers)
+        return self._model(model_id).forward(data, loss)
 
     def forward_backward(
         self,
@@ -243,51 +224,23 @@ class TorchEngine:
         Raises:
             OutOfMemoryError: memory does not suffice for one sequence, or for the given `micro_batching`.
         """
-        model = self._model(model_id)
-        result = model.base.run_pass(
-            model.weights, data, loss, gradient=model.gradient, repeated=micro_batching, peers=self._peers
-        )
-        model.tokens += int(result.metrics["tokens:sum"])
-        model.has_older_sum |= micro_batching is not None and micro_batching.order == "running"
-        return result
+        return self._model(model_id).forward_backward(data, loss, repeated=micro_batching)
 
     def clear_gradient(self, model_id: str) -> None:
         """Throws the accumulated gradient away."""
-        model = self._model(model_id)
-        model.gradient.zero_()
-        model.tokens, model.has_older_sum = 0, False
+        self._model(model_id).clear_gradient()
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         """Applies and clears the gradient; `tokens` counts the tokens that it comes from."""
-        model = self._model(model_id)
-        metrics = step_adam(
-            model.weights.flat,
-            model.gradient,
-            model.adam,
-            adam,
-            fused=self._device.fuses_optimizer,
-            older_norm=model.has_older_sum,
-            division=model.division,
-        )
-        metrics["tokens"] = float(model.tokens)
-        model.tokens, model.has_older_sum = 0, False
-        return metrics
+        return self._model(model_id).optim_step(adam)
 
     def read_state(self, model_id: str) -> ModelState:
         """A copy of weights and optimizer."""
-        model = self._model(model_id)
-        # moments need no copy: a step replaces their tensors, and never writes into them
-        exp_avg, exp_avg_sq = _whole_moments(model)
-        return ModelState(
-            weights=model.weights.named(),
-            step=model.adam.step,
-            exp_avg=model.weights.named(exp_avg),
-            exp_avg_sq=model.weights.named(exp_avg_sq),
-        )
+        return self._model(model_id).read_state()
 
     def read_weights(self, model_id: str) -> dict[str, np.ndarray]:
         """A copy of the weights."""
-        return self._model(model_id).weights.named()
+        return self._model(model_id).read_weights()
 
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
@@ -295,39 +248,16 @@ class TorchEngine:
         Raises:
             CheckpointError: names or shapes differ, or one moment is missing; the model is unchanged.
         """
-        model = self._model(model_id)
-        # All parts are checked before the first is written: a state that does not fit leaves the model as it was.
-        weights = model.weights.assemble(state.weights, "the weights")
-        if (state.exp_avg is None) != (state.exp_avg_sq is None):
-            raise CheckpointError("the state has one of the optimizer's two moments, but not the other")
-        adam = AdamState.fresh(weights)
-        if state.exp_avg is not None and state.exp_avg_sq is not None:
-            adam.exp_avg = model.weights.assemble(state.exp_avg, "the optimizer's first moments")
-            adam.exp_avg_sq = model.weights.assemble(state.exp_avg_sq, "the optimizer's second moments")
-            adam.step = state.step
-        model.weights.flat.copy_(weights)
-        if model.division is not None:
-            own = model.division.own
-            adam = AdamState(adam.exp_avg[own].clone(), adam.exp_avg_sq[own].clone(), adam.step)
-        model.adam = adam
-        self.clear_gradient(model_id)
+        self._model(model_id).write_state(state)
 
     def state_digest(self, model_id: str, *, like: str | None = None) -> str:
         """A hash of weights, moments and step count, bit for bit, in the form of the digest `like`."""
-        model = self._model(model_id)
-        # The gradient is left out: a digest is taken after a step, when it is zero.
-        step, arrays, weights = model.adam.step, model.weights.arrays, model.weights.flat
-        if like is not None and is_old(like):
-            return old_digest_of(step, (weights, *_whole_moments(model)))
-        moments = model.adam.exp_avg, model.adam.exp_avg_sq
-        if model.division is not None:
-            return digest_of_divided(step, arrays, weights, moments, model.division)
-        return digest_of(step, arrays, (weights, *moments))
+        return self._model(model_id).digest(like=like)
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
         model = self._model(model_id)
-        self._add_published(weights_id, _Published(model.base, model.weights.copy()))
+        self._add_published(weights_id, _Published(model.base, model.copy_weights()))
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
         """Makes saved weights available for sampling.
@@ -336,9 +266,9 @@ class TorchEngine:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
         found = self._base(base)
-        loaded = LoraWeights(found.sites(lora), lora, self._device.torch)
-        loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
-        self._add_published(weights_id, _Published(found, loaded))
+        layout = LoraLayout(found.sites(lora), lora)
+        flat = layout.assemble(weights, f"the weights {weights_id}").to(self._device.torch)
+        self._add_published(weights_id, _Published(found, LoraWeights(layout, flat)))
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""
@@ -435,7 +365,7 @@ class TorchEngine:
         self._published[weights_id] = published
         published.base.add_weights(published.weights)
 
-    def _model(self, model_id: str) -> _TrainedModel:
+    def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self._models:
             raise NotFoundError("is not in memory", field="model_id", value=model_id)
         return self._models[model_id]
@@ -448,11 +378,3 @@ class TorchEngine:
         if published is None or published.base is not base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
         return base, published.weights
-
-
-def _whole_moments(model: _TrainedModel) -> tuple[Tensor, Tensor]:
-    moments = model.adam.exp_avg, model.adam.exp_avg_sq
-    if model.division is None:
-        return moments
-    first, second = (model.division.gather(part) for part in moments)
-    return first, second

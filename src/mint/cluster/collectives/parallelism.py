@@ -8,15 +8,6 @@ from typing import Any
 from mint.config import Reductions
 from mint.errors import InvalidRequestError
 
-DIVIDED_FROM = 1 << 22
-"""The ranks divide the moments of a LoRA with so many numbers or more (16 MiB a moment)."""
-
-
-def divides_moments(numbers: int) -> bool:
-    """Whether ranks divide the moments of a LoRA with so many numbers. Each rank has all moments of a smaller one: they
-    take little memory, and need no exchange in a step."""
-    return numbers >= DIVIDED_FROM
-
 
 @dataclass(frozen=True)
 class Parallelism:

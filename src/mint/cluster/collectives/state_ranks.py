@@ -1,8 +1,7 @@
-"""Ranks that divide the moments of large LoRAs: each keeps, advances and hashes some of the blocks.
+"""Ranks that divide large LoRAs: each keeps, advances and hashes some of the blocks of weights, gradient and moments.
 
-A rank advances its part of the weights with its part of the moments, and the weights are gathered. So a step has the
-bits of one process. Weights and gradients are whole on every rank, because every pass reads and adds to all of them.
-The same idea for whole models is ZeRO (arXiv 1910.02054), stage 1.
+A step needs a rank's own part alone, except for the norms. A pass reads all weights, so they are gathered for it
+(`engine/bases/trained_model.py`). The same idea for whole models is ZeRO (arXiv 1910.02054), stage 3.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mint.cluster.collectives.parallelism import divides_moments
 from mint.cluster.collectives.progress import Progress
 from mint.cluster.ranges import divide
-from mint.engine.reductions.state_division import Bounds, StateDivision
+from mint.engine.reductions.gradient_norm import square_sums
+from mint.engine.reductions.state_division import Bounds, StateDivision, divides_lora
+from mint.engine.state_digest import BLOCK
 
 _DIGEST_BYTES = 32
 
@@ -32,12 +32,25 @@ class StateRanks:
         self._counts = [len(own) for own in blocks]
         edges = [*(bounds[own.start][0] if len(own) else bounds[-1][1] for own in blocks), bounds[-1][1]]
         self._lengths = [stop - start for start, stop in pairwise(edges)]
+        self._starts = [-(-edge // BLOCK) for edge in edges]
+        """The first block of norms that starts in the part of each rank, or behind it; and the number of all blocks."""
+        self._rank = rank
         self._progress = progress
         self.own = slice(edges[rank], edges[rank + 1])
 
     def gather(self, part: Tensor) -> Tensor:
         """See `StateDivision`."""
         return self._gather(part, self._lengths)
+
+    def square_sums(self, part: Tensor) -> Tensor:
+        """See `StateDivision`. Each rank adds up the blocks that start in its part. The last of them may go on in the
+        parts of the ranks behind, so each rank sends the beginning of its part to all."""
+        heads = [min(BLOCK, length) for length in self._lengths]
+        gathered = self._gather(part[:BLOCK], heads).split(heads)
+        tail = torch.cat([part[:0], *gathered[self._rank + 1 :]])[: -self.own.stop % BLOCK]
+        own = torch.cat([part, tail])[self._starts[self._rank] * BLOCK - self.own.start :]
+        counts = [stop - start for start, stop in pairwise(self._starts)]
+        return self._gather(square_sums(own) if len(own) else own.double(), counts)
 
     def gather_digests(self, digests: bytes) -> bytes:
         """See `StateDivision`."""
@@ -61,8 +74,8 @@ class StateRanks:
 
 
 def divide_state(bounds: Bounds, progress: Progress) -> StateDivision | None:
-    """The division of moments with these blocks; None: every rank keeps all of them."""
+    """The division of a LoRA with these blocks; None: every rank keeps all of them."""
     world = dist.get_world_size()
-    if world == 1 or not bounds or not divides_moments(bounds[-1][1]):
+    if world == 1 or not bounds or not divides_lora(bounds[-1][1]):
         return None
     return StateRanks(bounds, dist.get_rank(), world, progress)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_sampler import CacheUse
-from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.lora import LoraLayout, LoraRows, LoraWeights
 from mint.engine.memory.cache_budget import CacheCost
 from mint.engine.memory.micro_batches import fit_rows
 from mint.engine.protocol import LoraSpec, TrainDatum, is_out_of_memory
@@ -168,7 +168,7 @@ def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tenso
 def _measure_batch(decoder: TransformersDecoder, tokens: np.ndarray, tolerance: float, budget: int) -> int:
     """The rows of a micro-batch in which padded sequences have the logits and gradients of single ones; else 1."""
     spec = LoraSpec(rank=1, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    lora = LoraWeights(decoder.sites(spec), spec, decoder.device)
+    lora = LoraWeights.zeros(LoraLayout(decoder.sites(spec), spec), decoder.device)
     gradient = lora.enable_gradient()
     data = [TrainDatum(own, own, np.ones(len(own), np.float32)) for own in (tokens[::-1][:_SHORTER].copy(), tokens)]
     found: list[tuple[Tensor, Tensor]] = []

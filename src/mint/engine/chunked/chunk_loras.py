@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.chunked.chunk_shapes import output_runs
-from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights, parameter_count
+from mint.engine.lora import LoraLayout, LoraRows, LoraWeights, Site, SiteWeights, parameter_count
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.reductions.chunk_sums import Chunks
@@ -131,11 +131,11 @@ class ChunkedLoras:
         parts = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for chunk in self._chunks.own:
-                sites = [own for site in lora.layout if (own := self._cut.site(site, chunk)) is not None]
-                parts.append(LoraWeights(sites, lora.spec, lora.flat.device))
+                sites = [own for site in lora.layout.sites if (own := self._cut.site(site, chunk)) is not None]
+                parts.append(LoraWeights.zeros(LoraLayout(sites, lora.layout.spec), lora.flat.device))
                 if is_trained:
                     parts[-1].enable_gradient()
-        return _CutLora(parts, {site.name: site for site in lora.layout})
+        return _CutLora(parts, {site.name: site for site in lora.layout.sites})
 
 
 @dataclass

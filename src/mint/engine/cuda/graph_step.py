@@ -260,7 +260,7 @@ class StepGraphs:
     ) -> Tensor:
         """Tokens, logprobs and normalisers [3, T] as `draw_rows` returns them, by the `rules` [4, T]; else as `hidden`.
         `loras` of the columns are asked for the unembedding's."""
-        has_own_logits = any(run.weights is not None and run.weights.spec.train_unembed for run in loras)
+        has_own_logits = any(run.weights is not None and run.weights.layout.spec.train_unembed for run in loras)
         if has_own_logits or not self._draws_inside:
             logits = self.decoder.logits(self.hidden(inputs, splits, kind), loras)
             return draw_rows(logits, rules, is_restricted=is_restricted, rows_at_once=self._draw_rows)

@@ -50,7 +50,7 @@ class LoraPart:
 def common_spec(loras: Sequence[LoraWeights]) -> LoraSpec | None:
     """What slots must have for all of these loras in the layers of a model; None if there are none. The rank is a power
     of two, so that few kinds of buffers exist."""
-    specs = [lora.spec for lora in loras]
+    specs = [lora.layout.spec for lora in loras]
     if not any(spec.train_attn or spec.train_mlp for spec in specs):
         return None
     return LoraSpec(
@@ -130,7 +130,7 @@ class LoraSlots:
 
     def _copy(self, slot: int, lora: LoraWeights) -> None:
         """The weights of `lora`, in zeros."""
-        rank, own = self._rank, lora.spec.rank
+        rank, own = self._rank, lora.layout.spec.rank
         self.flat[slot].zero_()
         self.scales[slot] = lora.scale
         for name, site in self.sites.items():

@@ -21,8 +21,9 @@ from typing import Literal
 import torch
 
 from mint.engine.memory.micro_batches import bytes_per_row
-from mint.engine.memory.plan import MemoryPlan
+from mint.engine.memory.plan import MODEL_VECTORS, MemoryPlan
 from mint.engine.model.config import DecoderConfig
+from mint.engine.reductions.state_division import divides_lora
 from mint.errors import InvalidRequestError
 
 GIB = 1 << 30
@@ -103,8 +104,9 @@ class GroupPlan:
     """Bytes are those of one GPU. `change` is what must differ from what was asked for; None: it fits as it is.
 
     `fits` is False if none of the changes that are tried is enough. `resident` models of tenants are on the GPUs at the
-    same time; the others are parked in files. `trained` and `sampled` are tokens per second of all GPUs, if all of them
-    train, and if all of them sample; with `trainers` of them in training, both phases of a loop take equally long.
+    same time, and each takes `model` of a GPU; the others are parked in files. `trained` and `sampled` are tokens per
+    second of all GPUs, if all of them train, and if all of them sample; with `trainers` of them in training, both
+    phases of a loop take equally long.
     """
 
     group: DeviceGroup
@@ -117,6 +119,7 @@ class GroupPlan:
     fits: bool
     tenants: int
     resident: int
+    model: int
     trained: float
     sampled: float
     decoding: int
@@ -180,7 +183,6 @@ def _one(
         base = plan.base // group.count + 2 * plan.base // config.num_hidden_layers
     kv_cache = plan.kv_cache if group.count == 1 else 0  # of several GPUs some train and others sample
     besides = base + kv_cache + getattr(plan, kept)
-    resident = min(tenants, max(0, memory - besides) // plan.model)
     recomputes = kept != "kept"
     token_s = training_seconds(config, group.kind, plan.context, lora_parameters, recomputes=recomputes)
     trained = group.count / token_s
@@ -188,22 +190,29 @@ def _one(
     # The mean length of a sequence is half of the context.
     sampled = group.count * rows / step_seconds(config, group.kind, plan, rows, plan.context / 2)
     balanced = group.count * sampled / (trained + sampled)
+    trainers = min(max(1, round(balanced)), max(1, group.count - 1))
+    vector, model = 4 * lora_parameters, plan.model
+    if trainers > 1 and divides_lora(lora_parameters):  # a pass gathers weights and gradient
+        model += MODEL_VECTORS * vector // trainers - MODEL_VECTORS * vector
+        besides += 2 * vector
+    resident = min(tenants, max(0, memory - besides) // model)
     return GroupPlan(
         group=group,
         plan=plan,
         activations=kept,
         is_sharded=is_sharded,
         base=base,
-        needed=besides + plan.model,
+        needed=besides + model,
         change=change,
         fits=resident > 0,
         tenants=tenants,
         resident=resident,
+        model=model,
         trained=trained,
         sampled=sampled,
         decoding=rows * group.count,
-        trainers=min(max(1, round(balanced)), max(1, group.count - 1)),
-        gradient=4 * lora_parameters,
+        trainers=trainers,
+        gradient=vector,
     )
 
 

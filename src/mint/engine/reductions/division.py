@@ -95,7 +95,7 @@ class Peers(Protocol):
         ...
 
     def divide_state(self, bounds: Bounds) -> StateDivision | None:
-        """Divides the moments of one more model, whose blocks have these bounds; None: each process keeps all."""
+        """Divides the vectors of one more model, whose blocks have these bounds; None: each process keeps all."""
         ...
 
 

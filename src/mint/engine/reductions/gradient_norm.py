@@ -1,4 +1,4 @@
-"""The norm of a gradient, from the norms of fixed blocks.
+"""The norm of a gradient or of a step, from the norms of fixed blocks.
 
 Each block is squared and summed alone, and the sums of all blocks are added exactly. So the norm depends neither on the
 number of threads nor on who holds which blocks.
@@ -7,6 +7,7 @@ number of threads nor on who holds which blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,18 +19,24 @@ from mint.engine.transfers import for_float64
 
 def gradient_norm(gradient: Tensor) -> float:
     """The Euclidean norm of a float32 vector, in float64. On a GPU, the host waits once."""
-    return math.sqrt(math.fsum(square_sums(gradient)))
+    return norm_of(square_sums(gradient).tolist())
 
 
-def square_sums(gradient: Tensor) -> list[float]:
+def norm_of(sums: Sequence[float]) -> float:
+    """The norm of a vector, from the `square_sums` of all its blocks."""
+    return math.sqrt(math.fsum(sums))
+
+
+def square_sums(vector: Tensor) -> Tensor:
     """For each block of 65,536 numbers the sum of their squares, in float64, where no square of a float32 overflows."""
-    gradient = for_float64(gradient)
-    blocks = gradient.split(BLOCK)
-    if gradient.device.type == "cpu":
+    vector = for_float64(vector)
+    blocks = vector.split(BLOCK)
+    if vector.device.type == "cpu":
         # With numpy: torch divides the sum over one long vector among its threads, which changes its last bits.
-        return [float(np.square(block.numpy(), dtype=np.float64).sum()) for block in blocks]
+        sums = [np.square(block.numpy(), dtype=np.float64).sum() for block in blocks]
+        return torch.tensor(sums, dtype=torch.float64)
     # One block at a time: how a GPU adds up a row depends on the number of rows.
-    return torch.stack([block.double().square_().sum() for block in blocks]).tolist()
+    return torch.stack([block.double().square_().sum() for block in blocks])
 
 
 def older_gradient_norm(gradient: Tensor) -> float:
