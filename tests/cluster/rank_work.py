@@ -43,7 +43,7 @@ def total_of(leaves: np.ndarray, costs: Sequence[int]) -> tuple[range, np.ndarra
     """The range of this rank, and the sum of all `leaves` [count, size]."""
     division = Ranks(ALIKE).divide(costs)
     sums = partial_sums(len(leaves), division.own, lambda index: torch.from_numpy(leaves[index]))
-    return division.own, division.total(sums, leaves.shape[1]).numpy()
+    return division.own, division.total(sums, leaves.shape[1], None).numpy()
 
 
 def join_of(values: Sequence[np.ndarray], costs: Sequence[int]) -> np.ndarray:

@@ -108,6 +108,18 @@ def test_the_same_where_ranks_also_divide_the_base(
     assert [own for _, own in found] == [steps_of_one(tmp_path, **options)] * world
 
 
+def ordinary_steps(folder: Path) -> tuple[Any, ...]:
+    """Steps of a LoRA that is divided, and of one that is not."""
+    ordinary = Parallelism(reductions="ordinary")
+    with small_blocks():
+        return train_steps(divided(folder, ordinary))[0], train_steps(engine_with(Ranks(ordinary), folder))[0]
+
+
+def test_with_ordinary_reductions_a_divided_lora_has_the_bits_of_a_whole_one(on_ranks: OnRanks, folder: Path) -> None:
+    for parts, whole in on_ranks(2, ordinary_steps, folder):
+        assert parts == whole
+
+
 def mixed_passes(engine: TorchEngine) -> tuple[Any, ...]:
     """Passes with and without a gradient, two before each step, which clips; some are summed as older versions did."""
     adam = replace(ADAM, grad_clip_norm=1e-3)

@@ -2,7 +2,8 @@
 
 The sum keeps the order of one process. Each rank has summed the largest nodes of the tree within its range
 (`engine/reductions/gradient_sum.py`). Every rank gets one slice of all nodes (all-to-all) and joins them in the order
-of the tree. Then the joined slices are gathered. A rank sends about twice the gradient, as a ring all-reduce would. An
+of the tree. Then the joined slices are gathered, unless each rank keeps its own part of a large LoRA alone. A rank
+sends about twice the gradient, as a ring all-reduce would, or once. An
 ordinary all-reduce adds in an order that depends on the number of ranks, and so gives other bits: a setting.
 
 Runs on `torch.distributed`; knows neither Ray nor engines.
@@ -174,24 +175,32 @@ class _DividedPass:
     def own(self) -> range:
         return self.ranges[self.rank]
 
-    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
+    def total(self, sums: Mapping[range, Tensor], size: int, state: StateDivision | None) -> Tensor:
         world, count = len(self.ranges), self.ranges[-1].stop
         nodes = [nodes_within(range(count), own) for own in self.ranges]
-        length = -(-size // world)  # of a slice; the last ones may be shorter, and are padded
-        mine = [pad(sums[node], (0, length * world - size)).split(length) for node in nodes[self.rank]]
-        sent = torch.cat([own[to] for to in range(world) for own in mine] or [torch.empty(0)])
-        received = torch.empty(length * sum(map(len, nodes)))
+        longest = -(-size // world)
+        if state is None:
+            parts = [slice(min(size, longest * to), min(size, longest * (to + 1))) for to in range(world)]
+        else:
+            members = range(world) if self.group is None else dist.get_process_group_ranks(self.group)
+            parts = [state.parts[member] for member in members]
+        lengths = [part.stop - part.start for part in parts]
+        mine = [sums[node] for node in nodes[self.rank]]
+        received = torch.empty(sum(map(len, nodes)), lengths[self.rank])
         with self.progress.waiting():
             dist.all_to_all_single(
-                received,
-                sent,
-                [length * len(of_rank) for of_rank in nodes],
-                [length * len(mine)] * world,
+                received.view(-1),
+                torch.cat([own[part] for part in parts for own in mine] or [torch.empty(0)]),
+                [lengths[self.rank] * len(of_rank) for of_rank in nodes],
+                [length * len(mine) for length in lengths],
                 group=self.group,
             )
-        slices = dict(zip((node for of_rank in nodes for node in of_rank), received.split(length), strict=True))
-        whole = torch.empty(length * world)
-        joined = whole_sum(count, slices).contiguous()
+        slices = dict(zip((node for of_rank in nodes for node in of_rank), received, strict=True))
+        joined = whole_sum(count, slices)
+        if state is not None:
+            return joined
+        whole = torch.empty(longest * world)
+        joined = pad(joined, (0, longest - len(joined))).contiguous()
         with self.progress.waiting():
             dist.all_gather_into_tensor(whole, joined, group=self.group)
         return whole[:size]
@@ -211,10 +220,10 @@ class _OrdinaryPass(_DividedPass):
     """Adds up in the order of the library, which depends on the number of ranks."""
 
     @override
-    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
+    def total(self, sums: Mapping[range, Tensor], size: int, state: StateDivision | None) -> Tensor:
         own = torch.zeros(size)
         for node in sums.values():
             own += node
         with self.progress.waiting():
             dist.all_reduce(own, group=self.group)
-        return own
+        return own if state is None else own[state.own]

@@ -24,6 +24,7 @@ from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
 from mint.engine.reductions.division import ALONE, Division, PassOutcome, PeerFailedError, Peers
 from mint.engine.reductions.gradient_sum import partial_sums
+from mint.engine.reductions.state_division import StateDivision
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.errors import OutOfMemoryError
 
@@ -104,10 +105,13 @@ def run_pass(
     micro_batching: MicroBatching,
     may_shrink: bool = True,
     peers: Peers = ALONE,
+    state: StateDivision | None = None,
 ) -> PassResult:
     """Logprobs and metrics of `data`; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-    `peers` run the pass together: each calls this with the same arguments, and each gets the whole result.
+    `peers` run the pass together: each calls this with the same arguments, and each gets the whole result. If they
+    divide the model by `state`, which needs the order `tree`, only this process's own part of `gradient` counts, before
+    and after the pass.
 
     A pass for which memory does not suffice is run again with what `smaller` says: recomputed, which changes no bit,
     then, if it `may_shrink`, in micro-batches of half as many rows, and so on. Which of them fits is part of the
@@ -118,13 +122,18 @@ def run_pass(
             `gradient`.
     """
     # Kept because a micro-batch that fails has added a part of its gradient already.
-    before = None if gradient is None else gradient.clone()
+    kept = None if gradient is None else gradient[slice(None) if state is None else state.own]
+    before = None if kept is None else kept.clone()
     attempt = micro_batching
     retries = 0
-    while (result := _try(decoder, lora, data, loss, attempt, gradient=gradient, before=before, peers=peers)) is None:
+
+    def run() -> PassResult | None:
+        return _try(decoder, lora, data, loss, attempt, gradient=gradient, before=before, peers=peers, state=state)
+
+    while (result := run()) is None:
         # Not in the except clause: its error would keep the activations alive.
-        if gradient is not None and before is not None:
-            gradient.copy_(before)
+        if kept is not None and before is not None:
+            kept.copy_(before)
         decoder.operations.release_memory()
         retries += 1
         lengths = [len(datum.tokens) for datum in data]
@@ -160,6 +169,7 @@ def _try(
     gradient: Tensor | None,
     before: Tensor | None,
     peers: Peers,
+    state: StateDivision | None,
 ) -> PassResult | None:
     """The pass; None if memory ran out here or at a peer, with any numbers in `gradient`, which was `before`."""
     results = _Results(data)
@@ -192,7 +202,8 @@ def _try(
     if worst is PassOutcome.FAILED:
         raise PeerFailedError("another process of the group could not run its part of the pass")
     if gradient is not None and before is not None and in_tree:
-        torch.add(before, division.total(sums, len(gradient)), out=gradient)
+        kept = gradient if state is None else gradient[state.own]
+        torch.add(before, division.total(sums, len(gradient), state), out=kept)
     results.join(division, batches, data)
     metrics = measure(loss, data, results.logprobs, results.entropies, results.losses)
     return PassResult(results.logprobs, metrics, results.entropies)

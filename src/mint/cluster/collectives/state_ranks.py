@@ -36,7 +36,8 @@ class StateRanks:
         """The first block of norms that starts in the part of each rank, or behind it; and the number of all blocks."""
         self._rank = rank
         self._progress = progress
-        self.own = slice(edges[rank], edges[rank + 1])
+        self.parts = [slice(start, stop) for start, stop in pairwise(edges)]
+        self.own = self.parts[rank]
 
     def gather(self, part: Tensor) -> Tensor:
         """See `StateDivision`."""

@@ -27,6 +27,7 @@ from mint.engine.protocol import (
     TrainDatum,
 )
 from mint.engine.reductions.division import ALONE, Peers
+from mint.engine.reductions.state_division import StateDivision
 from mint.engine.training_pass import TrainedDecoder, run_pass
 
 log = logging.getLogger(__name__)
@@ -128,10 +129,12 @@ class BaseModel(ABC):
         gradient: Tensor | None,
         repeated: MicroBatching | None,
         peers: Peers = ALONE,
+        state: StateDivision | None = None,
     ) -> PassResult:
         """Logprobs and metrics; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-        `repeated` is how an earlier pass was cut, to compute the same bits again. `peers` run the pass together.
+        `repeated` is how an earlier pass was cut, to compute the same bits again. `peers` run the pass together, and
+        may divide the model by `state` (`run_pass`).
 
         Raises:
             OutOfMemoryError: memory does not suffice; nothing is added to `gradient`.
@@ -145,6 +148,7 @@ class BaseModel(ABC):
             micro_batching=repeated or self._micro_batching,
             may_shrink=repeated is None,
             peers=peers,
+            state=state,
         )
 
     @abstractmethod

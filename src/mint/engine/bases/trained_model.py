@@ -1,8 +1,8 @@
 """A lora in training on one base model: its weights, their gradient, and the moments of its optimizer.
 
 One process keeps all four vectors. Where several processes divide a large lora (`Peers.divide_state`), each keeps its
-part of every vector. The whole weights and the whole gradient exist for the time of a pass: the processes gather them
-before it, and cut them again after it. Then all processes call the same methods in the same order.
+part of every vector. The whole weights are gathered for the time of a pass, whose gradient is added up by parts. Then
+all processes call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -60,12 +60,22 @@ class TrainedModel:
             OutOfMemoryError: memory does not suffice for one sequence, or to run the pass as it was `repeated`.
         """
         with self._whole_weights() as weights:
-            gradient = self._whole_gradient(weights)
-            result = self.base.run_pass(weights, data, loss, gradient=gradient, repeated=repeated, peers=self._peers)
+            # Parts are added in the tree alone: one after the other, each process adds all of them.
+            is_older = repeated is not None and repeated.order == "running"
+            gradient = self._whole_gradient(weights, gathers=is_older)
+            result = self.base.run_pass(
+                weights,
+                data,
+                loss,
+                gradient=gradient,
+                repeated=repeated,
+                peers=self._peers,
+                state=None if is_older else self._division,
+            )
             if self._division is not None:
                 self.gradient = self._part(gradient)
         self._has_gradient = True
-        self._has_older_sum |= repeated is not None and repeated.order == "running"
+        self._has_older_sum |= is_older
         self._tokens += int(result.metrics["tokens:sum"])
         return result
 
@@ -156,13 +166,17 @@ class TrainedModel:
         finally:
             self.base.forget(gathered)
 
-    def _whole_gradient(self, weights: LoraWeights) -> Tensor:
-        """The accumulated gradient, to which a pass with the whole `weights` adds."""
+    def _whole_gradient(self, weights: LoraWeights, *, gathers: bool) -> Tensor:
+        """The vector to which a pass with the whole `weights` adds. Of a divided lora, it has the accumulated gradient
+        in this process's own part, or everywhere, if it `gathers`."""
         if self._division is None:
             return self.gradient
         gradient = weights.enable_gradient()
         if self._has_gradient:
-            gradient.copy_(self._division.gather(self.gradient))
+            if gathers:
+                gradient.copy_(self._division.gather(self.gradient))
+            else:
+                gradient[self._division.own] = self.gradient
         return gradient
 
     def _copied_weights(self) -> Tensor:

@@ -48,8 +48,9 @@ class Division(Protocol):
         """How many micro-batches the process computes that has most of them."""
         ...
 
-    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
-        """The sum of the gradients of all micro-batches, float32 [size], from the `partial_sums` of `own`.
+    def total(self, sums: Mapping[range, Tensor], size: int, state: StateDivision | None) -> Tensor:
+        """The sum of the gradients of all micro-batches, float32 [size], from the `partial_sums` of `own`; or of a
+        model that is divided by `state`, the part of the sum that this process keeps.
 
         May overwrite the vectors in `sums`.
         """
@@ -133,8 +134,9 @@ class _Undivided:
     def most(self) -> int:
         return len(self.own)
 
-    def total(self, sums: Mapping[range, Tensor], size: int) -> Tensor:
-        return whole_sum(len(self.own), sums)
+    def total(self, sums: Mapping[range, Tensor], size: int, state: StateDivision | None) -> Tensor:
+        whole = whole_sum(len(self.own), sums)
+        return whole if state is None else whole[state.own]
 
     def join(self, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         return values

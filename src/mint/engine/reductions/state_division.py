@@ -32,6 +32,11 @@ class StateDivision(Protocol):
     """
 
     @property
+    def parts(self) -> Sequence[slice]:
+        """The numbers of each vector that the processes keep, in their order."""
+        ...
+
+    @property
     def own(self) -> slice:
         """The numbers of each vector that this process keeps."""
         ...
