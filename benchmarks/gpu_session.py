@@ -69,6 +69,8 @@ class Options:
     model: ModelShape
     repeats: int
     threads: int
+    only: Sequence[str]
+    batch_invariant: bool
 
     @property
     def small(self) -> bool:
@@ -233,11 +235,21 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--shape", choices=SHAPES, help="instead of the stage's own")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--only", nargs="+", default=(), help="names of figures, of gpu_short alone")
+    parser.add_argument("--batch-invariant", action="store_true", help="mint's engine in this mode, in gpu_short alone")
     parser.add_argument("--home", type=Path, default=Path(tempfile.gettempdir()) / "mint-gpu", help="for base models")
     given = parser.parse_args(arguments)
     model = SHAPES[given.shape or STAGES[given.stage] or "tiny"]
     return Options(
-        given.stage, given.out.resolve(), given.home.resolve(), given.device, model, given.repeats, given.threads
+        given.stage,
+        given.out.resolve(),
+        given.home.resolve(),
+        given.device,
+        model,
+        given.repeats,
+        given.threads,
+        given.only,
+        given.batch_invariant,
     )
 
 

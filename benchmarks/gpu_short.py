@@ -1,12 +1,13 @@
 """A GPU session of four minutes, for a card that is lent for minutes only.
 
-    PYTHONPATH=src python3 -m benchmarks.gpu_short OUT
+    PYTHONPATH=src python3 -m benchmarks.gpu_short OUT [--only sample-64 train-64] [--batch-invariant]
 
 The figures of `gpu_session` that one base serves, and a long sequence of a larger one, by mint's engine and by
 transformers + PEFT ("hf-best"), one after another in one process: no worker starts again, and a base is written
 once. So the sides take no turns, and what one leaves on the card is freed before the next. Losses, gradients
 and the logprob of a fixed sequence are in the lines, to be compared. The time to load of the first line
-contains the self-check, which compiles. Lines go to OUT/short.jsonl; see docs/gpu.md.
+contains the self-check, which compiles. In the batch-invariant mode mint computes alone. Lines go to OUT/short.jsonl;
+see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def short_figures(options: Options) -> list[Figure]:
     by_name = {figure.name: replace(figure.shape, model=model) for figure in figures(options)}
     alone = {"prompts": 1, "group": 1, "prompt_tokens": 1, "max_tokens": length - 1}
     large = options.model if options.small else SHAPES[LARGE]
-    return [
+    found = [
         Figure("sample-64", "sample", by_name["sample-64"]),
         Figure("sample-256", "sample", by_name["sample-256"], ("mint",)),
         Figure("sample-1", "sample", by_name["sample-1"]),
@@ -63,6 +64,8 @@ def short_figures(options: Options) -> list[Figure]:
         Figure("train-long", "train", GrpoShape(model=model, **alone)),
         Figure("train-long", "train", GrpoShape(model=replace(large, context=length), **alone), ("mint",)),
     ]
+    found = [figure for figure in found if figure.name in (options.only or by_name | {"train-long": None})]
+    return [replace(figure, sides=("mint",)) for figure in found] if options.batch_invariant else found
 
 
 def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
     settings |= {"dtype": options.dtype, "device": options.device}
     is_training = figure.work == "train"
     spec = train_spec(figure.shape, **settings) if is_training else step_spec("sample", figure.shape, **settings)
-    spec |= {"adapter": str(adapter.folder)}
+    spec |= {"adapter": str(adapter.folder), "batch_invariant": options.batch_invariant}
     began_s = time.perf_counter()
     worker: Any
     if side == "mint":

@@ -1,8 +1,10 @@
 """Same seed, same tokens, whatever else is sampled at the same time: how often does a token or a logprob differ?
 
-    python -m benchmarks.exactness.neighbours [--sequences 10000] [--alone 500] [--threads 1]
+    python -m benchmarks.exactness.neighbours [--sequences 10000] [--alone 500] [--threads 1] [--shape tiny]
+        [--device cpu] [--batch-invariant]
 
-Random jobs on `mint/tiny` and the `tiny` shape of the comparisons, in float32 and bfloat16. They have prompts of 1
+Random jobs on `mint/tiny` and a shape of the comparisons, in float32 and bfloat16; on a GPU, with or without the
+batch-invariant mode. They have prompts of 1
 to 200 tokens (a third begin as another one does) and mixed lengths, temperatures, top-k, top-p and stop tokens, on the
 base and three loras. Every job is sampled in three batches, which differ in order, in size and in how jobs arrive while
 others run; some jobs also run alone. All answers to one job are compared bit for bit. In the table, `sequences` is the
@@ -98,9 +100,15 @@ class Tally:
         )
 
 
-def make_engine(dtype: Any, threads: int, bases: dict[str, Path]) -> TorchEngine:
+def make_engine(dtype: Any, options: argparse.Namespace, bases: dict[str, Path]) -> TorchEngine:
     """An engine with these bases and, for each, the loras, trained for a few steps so that they change something."""
-    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=read_settings().native_folder)
+    engine = TorchEngine(
+        dtype=dtype,
+        threads=options.threads,
+        device=options.device,
+        native=read_settings().native_folder if options.device == "cpu" else None,
+        batch_invariant=options.batch_invariant,
+    )
     for base, folder in bases.items():
         vocabulary = engine.load_base(base, str(folder)).vocab_size
         for name, lora in LORAS.items():
@@ -203,19 +211,26 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=500, help="how many of them are sampled alone, too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
+    parser.add_argument("--batch-invariant", action="store_true")
     options = parser.parse_args()
     print("| base | dtype | compared | sequences | tokens | sequences that differ | tokens | logprobs | largest Δ |")
     print("|---|---|---|---|---|---|---|---|---|")
     examples: list[str] = []
     began_s = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        write_random_base(Path(folder), SHAPES["tiny"], seed=0)
-        bases = {"mint/tiny": resolve("mint/tiny", {}), "bench/tiny": Path(folder)}
-        for dtype in ("float32", "bfloat16"):
-            engine = make_engine(dtype, options.threads, bases)
+        write_random_base(Path(folder), SHAPES[options.shape], seed=0)
+        bases = {"mint/tiny": resolve("mint/tiny", {}), f"bench/{options.shape}": Path(folder)}
+        share = len(bases) * len(options.dtypes)
+        for dtype in options.dtypes:
+            engine = make_engine(dtype, options, bases)
             for base, path in bases.items():
                 vocabulary = engine.load_base(base, str(path)).vocab_size
-                found = measure(engine, base, vocabulary, options.sequences // 4, options.alone // 4, options.seed)
+                found = measure(
+                    engine, base, vocabulary, options.sequences // share, options.alone // share, options.seed
+                )
                 for tally, name in zip(found, ("three companies", "alone and in company"), strict=True):
                     counts = (tally.sequences, tally.tokens, tally.sequences_differ, tally.tokens_differ)
                     cells = (base, dtype, name, *counts, tally.logprobs_differ, f"{tally.largest:.2g}")

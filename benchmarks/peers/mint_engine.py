@@ -26,7 +26,12 @@ BASE, MODEL = "base", "model"
 class _Side:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
-        self.engine = TorchEngine(dtype=spec["dtype"], threads=spec["threads"], device=spec["device"])
+        self.engine = TorchEngine(
+            dtype=spec["dtype"],
+            threads=spec["threads"],
+            device=spec["device"],
+            batch_invariant=spec.get("batch_invariant", False),
+        )
         self.engine.load_base(BASE, spec["base_model"])
         lora = LoraSpec(rank=spec["rank"], seed=spec["seed"], train_attn=True, train_mlp=True, train_unembed=False)
         self.effective = self.engine.create_model(MODEL, BASE, lora)
