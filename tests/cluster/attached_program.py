@@ -1,7 +1,8 @@
 """A program that trains in a Ray cluster: `attached_program.py ADDRESS TRAINERS SAMPLERS MODEL_FOLDER DATA_DIR`.
 
 It prints one JSON document: what it has sampled, its losses and digests, and the state of the cluster at the end. With
-ADDRESS `none` it computes all in its own process. Processes of the variable END are killed in its second step.
+ADDRESS `none` it computes all in its own process. The process of the variable END, and all that come from it, are
+killed in its second step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from clusters import cluster, torch_engine
-from ray_nodes import end
+from ray_nodes import descendants, end
 from sdk_run import run
 
 import mint
@@ -30,8 +31,9 @@ def main(address: str, trainers: str, samplers: str, model: str, data_dir: str) 
 
     def disturb(step: int) -> None:
         if step == 1:
-            for pid in os.environ.get("END", "").split():
-                end(int(pid))
+            node = [int(pid) for pid in os.environ.get("END", "").split()]
+            for pid in [*node, *descendants(node)]:
+                end(pid)
 
     with mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(data_dir), engine=engine)) as service:
         seen = run(service, model, STEPS, disturb)

@@ -166,7 +166,10 @@ def _start(place: Place) -> None:
 
     def start() -> None:
         try:
-            _repeat(begin)
+            if place.is_local:
+                _repeat(begin)
+            else:  # Ray has tried for half a minute to reach it
+                begin()
         except Exception as error:  # the boundary: Ray raises plain ones
             log.exception("Ray could not start")
             failure.append(error)
