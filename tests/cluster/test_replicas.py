@@ -44,15 +44,20 @@ def engine(folder: Path) -> Iterator[ClusterEngine]:
 def with_weights(engine: Any, folder: Path) -> Any:
     """The engine with base `base` and some versions of weights on it."""
     engine.load_base("base", str(folder))
+    for number in range(VERSIONS):
+        engine.load_weights(f"w{number}", "base", LORA, random_weights(folder, number))
+    return engine
+
+
+def random_weights(folder: Path, seed: int) -> dict[str, np.ndarray]:
+    """Weights of a lora on the base."""
     shapes = torch_engine()
     shapes.load_base("base", str(folder))
     shapes.create_model("m", "base", LORA)
-    own = shapes.read_state("m").weights
-    for number in range(VERSIONS):
-        rng = np.random.default_rng(number)
-        weights = {name: rng.normal(0, 0.1, array.shape).astype(np.float32) for name, array in own.items()}
-        engine.load_weights(f"w{number}", "base", LORA, weights)
-    return engine
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(0, 0.1, array.shape).astype(np.float32) for name, array in shapes.read_weights("m").items()
+    }
 
 
 def some_jobs(count: int = 12, *, tokens: int = 40) -> list[SampleJob]:
@@ -149,11 +154,15 @@ def test_jobs_of_a_lost_replica_run_again_and_no_token_is_told_twice(
     wait_until(lambda: not Path(f"/proc/{victim}").exists())
 
 
-def test_weights_that_are_dropped_serve_the_jobs_that_use_them(alone: Engine, engine: ClusterEngine) -> None:
-    own = replace(some_jobs()[0], max_tokens=300)
+def test_weights_that_are_dropped_serve_the_jobs_that_use_them(
+    alone: Engine, engine: ClusterEngine, folder: Path
+) -> None:
+    own = replace(some_jobs()[0], weights_id="dropped", max_tokens=300)
+    for each in (alone, engine):
+        each.load_weights("dropped", "base", LORA, random_weights(folder, VERSIONS))
     batch = engine.open_batch()
     batch.add("own", own)
-    engine.drop_weights("w0")
+    engine.drop_weights("dropped")
     results = {}
     while batch.keys:
         results |= batch.step()
