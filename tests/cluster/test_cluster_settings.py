@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+from ports import free_port
 
 from mint.compose import cluster_engine
 from mint.compose.embedded import torch_engine, watched_engine
@@ -44,6 +46,15 @@ def test_a_cluster_of_others_is_an_address_and_keeps_its_own_rules(where: str, m
 def test_an_address_that_is_none_is_refused(where: str) -> None:
     with pytest.raises(InvalidRequestError, match="--cluster"):
         read_serve_settings({"cluster": where})
+
+
+def test_a_cluster_that_does_not_answer_is_named_before_a_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_engine, "HEAD_PATIENCE_S", 0.1)
+    monkeypatch.setattr(cluster_engine, "find_spec", lambda _name: ModuleSpec("ray", None))
+    address = f"ray://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MINT_CLUSTER", address)
+    with pytest.raises(InvalidRequestError, match=f"cluster = {address}.*ray start --head"):
+        watched_engine(read_settings(), pytest.fail)
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
 
 from ray_nodes import RayNodes, ray_nodes
 
+from mint.cluster.ray_runtime import Place, RayStartError, start_ray
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "attached_program.py"
@@ -49,6 +51,6 @@ def test_with_a_node_lost_fewer_ranks_go_on_with_the_same_bits(tmp_path: Path, f
     assert found["state"]["trainers"] == 2 and found["state"]["running"] == 1 and found["state"]["lost"] >= 1
 
 
-def test_an_address_without_a_cluster_is_named(tmp_path: Path, folder: Path) -> None:
-    with ray_nodes() as nodes, pytest.raises(AssertionError, match=f"no Ray answers at {nodes.address}"):
-        run(nodes, nodes.address, folder, tmp_path, samplers=0)
+def test_an_address_without_a_cluster_is_named() -> None:
+    with ray_nodes() as nodes, pytest.raises(RayStartError, match=f"no Ray answers at {nodes.address}"):
+        start_ray(Place(nodes.address))

@@ -125,7 +125,7 @@ class Session:
             self._stop()
             raise
         self._is_open = True
-        _open_sessions.add(self)
+        _close_at_exit(self)
 
     async def _connect(self) -> None:
         self.server = ServerConnection(self.endpoint, self._transport())
@@ -275,7 +275,18 @@ def _ended(session_id: str | None) -> SessionEndedError:
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-@atexit.register
+def _close_at_exit(session: Session) -> None:
+    """Closes a session that is open when the program ends.
+
+    The handlers of a program's end run in reverse order. The service in this process may have loaded libraries that
+    have such handlers (Ray), and needs them until its sessions are closed. So each session comes behind what it has
+    loaded.
+    """
+    _open_sessions.add(session)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
 def _close_all() -> None:
     ended_by = getattr(sys, "last_type", None)  # the uncaught exception, if one ends the program
     outcome: SessionOutcome = "success"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, TypeVar
 
@@ -29,11 +30,16 @@ OBJECT_STORE_BYTES = 256 << 20
 START_ATTEMPTS = 3
 """How often Ray is started before what needs it fails."""
 
+LONGEST_FOLDER = 20
+"""Characters. Ray's sockets lie in the folder for temporary files, at paths with 86 more, and Linux allows 107."""
+
 SMALL_BYTES = 1 << 16
 """Smaller arrays are sent in one piece with what they are in."""
 
 _starting = threading.Lock()
 _joined: str | None = None
+_folders: list[str] = []
+"""What Ray writes on this machine, where it was started here."""
 
 
 class RayStartError(RuntimeError):
@@ -154,8 +160,8 @@ def first_line(error: Exception) -> str:
 def _start(place: Place) -> None:
     started = threading.Event()
     failure: list[Exception] = []
-    folder = tempfile.mkdtemp(prefix="mint-ray-") if place.is_local else None  # private, and short: sockets are in it
-    atexit.register(_leave_ray, folder)
+    folder = _new_folder() if place.is_local else None
+    _folders.extend([] if folder is None else [folder])
 
     def begin() -> None:
         if folder is None:
@@ -166,10 +172,10 @@ def _start(place: Place) -> None:
 
     def start() -> None:
         try:
-            if place.is_local:
-                _repeat(begin)
-            else:  # Ray has tried for half a minute to reach it
+            if place.address.startswith("ray://"):  # Ray's client itself tries for half a minute to reach it
                 begin()
+            else:
+                _repeat(begin)
         except Exception as error:  # the boundary: Ray raises plain ones
             log.exception("Ray could not start")
             failure.append(error)
@@ -198,6 +204,14 @@ def _repeat(begin: Callable[[], None]) -> None:
     return begin()
 
 
+def _new_folder() -> str:
+    """A private folder for what Ray writes on this machine."""
+    folder = tempfile.gettempdir()
+    if len(folder) > LONGEST_FOLDER and Path("/tmp").is_dir():
+        folder = "/tmp"
+    return tempfile.mkdtemp(prefix="mint-ray-", dir=folder)
+
+
 def _start_here(folder: str) -> None:
     ray.init(
         address="local",
@@ -208,12 +222,14 @@ def _start_here(folder: str) -> None:
         logging_level=logging.ERROR,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
-        _temp_dir=folder,
+        # Ray opens its folder to all users, so it lies in a private one.
+        _temp_dir=f"{folder}/ray",
     )
 
 
-def _leave_ray(folder: str | None) -> None:
+@atexit.register  # not when Ray starts: a session that was opened before must close first
+def _leave_ray() -> None:
     """Ends Ray's processes, and removes what they have written; another's Ray goes on."""
     ray.shutdown()
-    if folder is not None:
+    for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)

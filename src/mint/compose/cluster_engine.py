@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +35,10 @@ Eight ranks are busy from about 8,000 rows of a request on. benchmarks/LOG.md ha
 """
 
 
+HEAD_PATIENCE_S = 20.0
+"""How long a Ray cluster may take to answer at its address: its head may be starting beside this server."""
+
+
 class OpenTorchEngine(Protocol):
     """`embedded.torch_engine`."""
 
@@ -45,11 +51,13 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine, *, data_dir
 
     Raises:
         MissingExtraError: the `local` or the `cluster` extra is not installed.
-        InvalidRequestError: this machine has a GPU, for which this was never run.
+        InvalidRequestError: this machine has a GPU, for which this was never run; or nothing answers at the address of
+            the Ray cluster.
     """
     if find_spec("ray") is None:
         raise MissingExtraError("several processes need ray", remedy=install_command("local,cluster"))
     assert settings.cluster is not None, "nobody asks for a cluster"
+    _require_answer(settings.cluster)
     prepare_ray(settings.cluster)
     rows = settings.micro_batch_rows or MICRO_BATCH_ROWS
     # Ranks and replicas get neither the key for a server nor that of a judge.
@@ -77,6 +85,32 @@ def cluster_engine(settings: Settings, open_engine: OpenTorchEngine, *, data_dir
         deadline_s=settings.collective_timeout_s,
         parallelism=parallelism(settings),
     )
+
+
+def _require_answer(cluster: str) -> None:
+    """Checks that something listens at the address of a Ray cluster. Ray itself asks when the first model is made, and
+    takes minutes to give up.
+
+    Raises:
+        InvalidRequestError: nothing does.
+    """
+    address = urlsplit(cluster)
+    if address.scheme != "ray":
+        return
+    give_up_at = time.monotonic() + HEAD_PATIENCE_S
+    while True:
+        try:
+            with socket.create_connection((address.hostname or "", address.port or 0), timeout=HEAD_PATIENCE_S):
+                return
+        except OSError as error:
+            if time.monotonic() > give_up_at:
+                raise InvalidRequestError(
+                    f"is an address at which no Ray answers ({error})",
+                    field="cluster",
+                    value=cluster,
+                    remedy="Start Ray there (ray start --head --ray-client-server-port=PORT), or correct the address",
+                ) from error
+        time.sleep(0.5)
 
 
 def parallelism(settings: Settings) -> Parallelism:
