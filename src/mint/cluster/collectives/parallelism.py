@@ -28,16 +28,16 @@ class Parallelism:
         """Raises:
         InvalidRequestError: two of the settings exclude each other.
         """
-        settings = {
-            "--shard-base": self.shards,
-            "--tensor-parallel": self.tensor_parallel is not None,
-            "--expert-parallel": self.experts,
-        }
-        given = [option for option, is_given in settings.items() if is_given]
+        given: dict[str, str] = {"--shard-base": "on"} if self.shards else {}
+        if self.tensor_parallel is not None:
+            given["--tensor-parallel"] = str(self.tensor_parallel)
+        if self.experts:
+            given["--expert-parallel"] = "on"
         if len(given) > 1:
             raise InvalidRequestError(
                 "divide the base, each in its own way; the ranks cannot divide it twice",
                 field=" and ".join(given),
+                value=" and ".join(given.values()),
                 remedy="Give one of them",
             )
 
@@ -70,7 +70,7 @@ class Parallelism:
         if trainers % size:
             raise InvalidRequestError(
                 f"is no multiple of the {size} ranks that compute each layer together",
-                field="trainers",
+                field="--trainers",
                 value=trainers,
                 remedy="Give a multiple of --tensor-parallel",
             )
