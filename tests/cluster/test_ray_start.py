@@ -90,8 +90,8 @@ def test_a_program_that_does_not_close_ends_in_order_and_what_ray_writes_is_priv
 def test_a_long_path_for_temporary_files_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ray_runtime, "LONGEST_FOLDER", len(str(tmp_path)))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert Path(ray_runtime._new_folder()).parent == tmp_path
+    assert Path(ray_runtime._ray_folder()).parent == tmp_path
     monkeypatch.setattr(ray_runtime, "LONGEST_FOLDER", len(str(tmp_path)) - 1)
-    other = Path(ray_runtime._new_folder())
+    other = Path(ray_runtime._ray_folder())
     assert other.parent == Path("/tmp")
     other.rmdir()

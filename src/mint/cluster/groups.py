@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from mint.cluster.lifetime.adoption import adopt_ranks, new_group, rank_name
 from mint.cluster.lifetime.lease import Crew, SupersededError
 from mint.cluster.processes import Process, end_process
 from mint.cluster.rank import OpenEngine, Rank, Work
-from mint.cluster.ray_runtime import HERE, RANK, InOnePiece, Place, RayStartError, first_line, start_ray
+from mint.cluster.ray_runtime import HERE, RANK, InOnePiece, Place, RayStartError, first_line, new_folder, start_ray
 from mint.engine.reductions.division import PeerFailedError
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class RankGroup:
             name, self._placement = _place(place, world, parallelism.step(world))
         except RayStartError as error:
             raise RankLostError(str(error)) from error
-        self._folder = Path(tempfile.mkdtemp(prefix="mint-ranks-"))
+        self._folder = new_folder() if place.is_local else None
         self.world = world = self._placement.bundle_count
         # A thread gives signs of life, beside the one that works.
         remote = ray.remote(**place.options(RANK), max_restarts=0, concurrency_groups={"health": 1})(Rank)
@@ -100,7 +99,7 @@ class RankGroup:
             actor = remote.options(scheduling_strategy=where, **named)
             self._ranks.append(actor.remote(open_engine, parallelism, **given))
         try:
-            if place.is_local:
+            if self._folder is not None:
                 meeting = f"file://{self._folder / 'store'}"
             else:
                 meeting = ray.get(self._ranks[0].meeting.remote(), timeout=START_TIMEOUT_S)

@@ -152,6 +152,11 @@ def start_ray(place: Place) -> None:
             raise RayStartError(f"this program uses Ray at {_joined}, so it cannot use it at {place.address}, too")
 
 
+def new_folder() -> Path:
+    """A private folder beside what Ray writes on this machine. It is removed when the program ends, at the latest."""
+    return Path(tempfile.mkdtemp(prefix="mint-ranks-", dir=_folders[-1] if _folders else None))
+
+
 def first_line(error: Exception) -> str:
     """The reason in an error of Ray, which adds stacks to it."""
     return str(error).strip().partition("\n")[0]
@@ -160,7 +165,7 @@ def first_line(error: Exception) -> str:
 def _start(place: Place) -> None:
     started = threading.Event()
     failure: list[Exception] = []
-    folder = _new_folder() if place.is_local else None
+    folder = _ray_folder() if place.is_local else None
     _folders.extend([] if folder is None else [folder])
 
     def begin() -> None:
@@ -204,7 +209,7 @@ def _repeat(begin: Callable[[], None]) -> None:
     return begin()
 
 
-def _new_folder() -> str:
+def _ray_folder() -> str:
     """A private folder for what Ray writes on this machine."""
     folder = tempfile.gettempdir()
     if len(folder) > LONGEST_FOLDER and Path("/tmp").is_dir():
