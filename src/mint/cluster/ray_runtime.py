@@ -39,7 +39,7 @@ SMALL_BYTES = 1 << 16
 _starting = threading.Lock()
 _joined: str | None = None
 _folders: list[str] = []
-"""What Ray writes on this machine, where it was started here."""
+"""The private folders in which Ray writes, one for each start on this machine."""
 
 
 class RayStartError(RuntimeError):
