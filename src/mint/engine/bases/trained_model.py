@@ -188,5 +188,5 @@ class TrainedModel:
         return part if self._division is None else self._division.gather(part)
 
     def _part(self, whole: Tensor) -> Tensor:
-        """The part of `whole` that this process keeps, as a copy, so that the rest can be freed; undivided all of it."""
+        """The part of `whole` that this process keeps, as a copy, so that the rest can be freed; undivided, all."""
         return whole if self._division is None else whole[self._division.own].clone()
