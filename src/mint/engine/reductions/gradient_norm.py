@@ -17,13 +17,8 @@ from mint.engine.state_digest import BLOCK
 from mint.engine.transfers import for_float64
 
 
-def gradient_norm(gradient: Tensor) -> float:
-    """The Euclidean norm of a float32 vector, in float64. On a GPU, the host waits once."""
-    return norm_of(square_sums(gradient).tolist())
-
-
 def norm_of(sums: Sequence[float]) -> float:
-    """The norm of a vector, from the `square_sums` of all its blocks."""
+    """The Euclidean norm of a vector, in float64, from the `square_sums` of all its blocks."""
     return math.sqrt(math.fsum(sums))
 
 
