@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -112,6 +112,8 @@ INLINE vf sums(vf *a) {
 INLINE vf larger(vf a, vf b) {
 #ifdef __AVX512F__
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     vi first = a > b;
     return (vf)(((vi)a & first) | ((vi)b & ~first));

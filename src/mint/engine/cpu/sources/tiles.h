@@ -16,6 +16,7 @@
 
 #ifdef __AVX512F__
 #include <immintrin.h>
+#define PART 16 /* numbers in a register */
 
 typedef __m512 Vector;
 
@@ -76,10 +77,12 @@ INLINE void transpose(const int32_t *from, int64_t from_stride, int32_t *to, int
 #else
 #ifdef __AVX2__
 #include <immintrin.h>
-#define PART 8 /* numbers in a register */
+#define PART 8 /* numbers in a register, and */
+#define ALIKE(x) _mm256_set1_ps(x) /* all of them the same: not added to zeros, which no compiler leaves out */
 #define HOLD_PART(x) __asm__("" : "+x"(x))
 #else
 #define PART 4
+#define ALIKE(x) ((Part){x, x, x, x})
 #if defined(__aarch64__)
 #define HOLD_PART(x) __asm__("" : "+w"(x))
 #else
@@ -91,6 +94,7 @@ INLINE void transpose(const int32_t *from, int64_t from_stride, int32_t *to, int
 typedef float Part __attribute__((vector_size(4 * PART)));
 typedef int32_t PartBits __attribute__((vector_size(4 * PART)));
 typedef float LoosePart __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+typedef int32_t LooseBits __attribute__((vector_size(4 * PART), aligned(4), may_alias));
 typedef int32_t Four __attribute__((vector_size(16)));
 typedef int32_t LooseFour __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -104,7 +108,7 @@ typedef struct {
     return made;
 
 INLINE Vector zeros(void) { BY_PARTS((Part){0}) }
-INLINE Vector same(float x) { BY_PARTS((Part){0} + x) }
+INLINE Vector same(float x) { BY_PARTS(ALIKE(x)) }
 INLINE Vector loaded(const float *from) { BY_PARTS(*(const LoosePart *)(from + n * PART)) }
 INLINE void put(float *to, Vector x) {
 #pragma GCC unroll 4
@@ -118,19 +122,30 @@ INLINE Vector fused(Vector a, Vector b, Vector total) { BY_PARTS(a.part[n] * b.p
 
 /* The first `count` numbers, and zeros; and the way back. */
 INLINE Vector loaded_first(const float *from, int64_t count) {
+    if (count >= LANES) return loaded(from);
     float found[LANES] = {0};
-    memcpy(found, from, sizeof(float) * (count < 0 ? 0 : count < LANES ? count : LANES));
+    memcpy(found, from, sizeof(float) * (count < 0 ? 0 : count));
     return loaded(found);
 }
 INLINE void put_first(float *to, Vector x, int64_t count) {
+    if (count >= LANES) {
+        put(to, x);
+        return;
+    }
     float found[LANES];
     put(found, x);
-    memcpy(to, found, sizeof(float) * (count < 0 ? 0 : count < LANES ? count : LANES));
+    memcpy(to, found, sizeof(float) * (count < 0 ? 0 : count));
 }
 
 /* Of 32 bfloat16, those with even and with odd numbers. */
 INLINE Vector even_halves(Vector pairs) { BY_PARTS((Part)((PartBits)pairs.part[n] << 16)) }
-INLINE Vector odd_halves(Vector pairs) { BY_PARTS((Part)((PartBits)pairs.part[n] & (int32_t)0xffff0000)) }
+INLINE Vector odd_halves(Vector pairs) {
+    /* the mask stays in memory: a product needs all registers for its sums */
+    static const int32_t mask[PART] = {[0 ... PART - 1] = (int32_t)0xffff0000};
+    const int32_t *place = mask;
+    __asm__("" : "+r"(place));
+    BY_PARTS((Part)((PartBits)pairs.part[n] & *(const LooseBits *)place))
+}
 
 /* In registers, not loaded again wherever it is used. */
 #define HOLD(x) \
