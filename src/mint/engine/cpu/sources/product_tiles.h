@@ -15,6 +15,9 @@
 #define HELD_PANELS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
 #endif
 
+/* Where the place is and what lies there is unknown to the compiler: it is read, and not kept. */
+#define UNKNOWN(place) __asm__ volatile("" : "+r"(place))
+
 /* Whether pairs of bfloat16 are multiplied and added by one instruction, which rounds in its own way. */
 #ifdef __AVX512BF16__
 #define MULTIPLIES_HALVES 1
@@ -41,10 +44,11 @@ INLINE Vector multiplied(const int half, Vector total, Vector x, Vector weight) 
     return fused(x, weight, total);
 }
 
-/* How many numbers of a word are multiplied one after the other, and number `n` of them. */
+/* How many numbers of a word are multiplied one after the other, and number `n` of the words at a place. */
 INLINE int numbers_in(const int half) { return half && !MULTIPLIES_HALVES ? 2 : 1; }
-INLINE Vector number_of(const int half, Vector words, const int n) {
-    return numbers_in(half) == 1 ? words : n == 0 ? even_halves(words) : odd_halves(words);
+INLINE Vector number_of(const int half, const float *words, const int n) {
+    if (numbers_in(half) == 1) return loaded(words);
+    return n == 0 ? even_halves(loaded(words)) : odd_halves(loaded(words));
 }
 
 /* out[at], and so on for the rows and panels. Every `step` bytes from `ahead` on will be wanted next. */
@@ -60,22 +64,24 @@ INLINE void tile(const int half, const int rows, const int panels, const Piece *
         }
     const int64_t words = piece->words, stride = piece->stride, whole = piece->panel;
     const int numbers = numbers_in(half);
-    for (int64_t i = 0; i < words; i++) {
-        Vector weight[PANELS];
-#pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) weight[p] = loaded((const float *)panel + p * whole + i * LANES);
+    /* two places and one distance, in place of a register for each row */
+    const float *low = (const float *)x, *high = low + 3 * stride, *weights = (const float *)panel;
+    for (int64_t i = 0; i < words; i++, weights += LANES, low += numbers, high += numbers) {
         __builtin_prefetch(ahead + i * step, 0, 2);
+        UNKNOWN(low);
+        UNKNOWN(high);
 #pragma GCC unroll 2
         for (int number = 0; number < numbers; number++) {
-            Vector own_weight[PANELS];
+            Vector weight[PANELS];
+            if (rows > 1) UNKNOWN(weights); /* words are read again for their second numbers: no register would hold them */
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++) own_weight[p] = number_of(half, weight[p], number);
+            for (int p = 0; p < panels; p++) weight[p] = number_of(half, weights + p * whole, number);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                Vector own = same(((const float *)x)[r * stride + i * numbers + number]);
+                Vector own = same(r < 3 ? low[r * stride + number] : high[(r - 3) * stride + number]);
                 HOLD(own);
 #pragma GCC unroll 4
-                for (int p = 0; p < panels; p++) total[r][p] = multiplied(half, total[r][p], own, own_weight[p]);
+                for (int p = 0; p < panels; p++) total[r][p] = multiplied(half, total[r][p], own, weight[p]);
             }
         }
     }
@@ -120,13 +126,17 @@ typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, in
 /* The words of a row of `inputs` numbers in bfloat16, as a `Piece` has them. */
 INLINE int64_t words_of_halves(int64_t inputs) { return inputs / 2 * numbers_in(1); }
 
-/* Numbers rounded to bfloat16, to nearest even, as floats; NaN stays NaN. */
+/* As many numbers as a register holds, and their bits. */
+typedef float Register __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+typedef uint32_t RegisterBits __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+
+/* Numbers rounded to bfloat16, to nearest even, as floats; NaN stays NaN. `count` is a multiple of 16. */
 INLINE void round_floats(const float *x, int64_t count, int32_t *to) {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        uint32_t found = x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u : (bits & 0xffff0000u) | 0x7fc00000u;
-        memcpy(to + i, &found, sizeof found);
+    for (int64_t i = 0; i < count; i += PART) {
+        Register own = *(const Register *)(x + i);
+        RegisterBits bits = (RegisterBits)own, is_nan = (RegisterBits)(own != own);
+        RegisterBits number = bits + 0x7fff + (bits >> 16 & 1), nan = bits | 0x7fc00000u;
+        *(RegisterBits *)(to + i) = ((number & ~is_nan) | (nan & is_nan)) & 0xffff0000u;
     }
 }
 
