@@ -3,6 +3,10 @@ cost in memory."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -42,6 +46,27 @@ def test_products_and_gradients_equal_those_in_float64(outputs: int, inputs: int
         assert _deviation(matrix.product(x, residual.clone()), product + residual) < PRECISION[dtype]
         assert _deviation(matrix.gradient(grad), gradient) < PRECISION[dtype]
         assert matrix.product(x).dtype == matrix.gradient(grad).dtype == torch.float32
+
+
+ROWS_BY_AVX2 = """
+import torch
+from mint.engine.cpu import onednn
+onednn._HAS_AVX512 = False
+matrix = onednn.HalfPrecisionUnembedding(torch.randn(512, 576).to(torch.bfloat16))
+x = torch.randn(100, 576)
+whole = matrix.product(x)
+assert torch.allclose(whole, x @ matrix.weight.float().t(), atol=0.1)
+print([rows for rows in range(1, 100) if not torch.equal(matrix.product(x[:rows]), whole[:rows])])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="FBGEMM has AVX2 on x86-64 alone")
+def test_a_row_of_an_unembedding_in_half_precision_has_the_same_bits_on_processors_without_avx512() -> None:
+    environment = os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}
+    found = subprocess.run(
+        [sys.executable, "-c", ROWS_BY_AVX2], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("threads", [1, 2])

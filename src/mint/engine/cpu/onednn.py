@@ -12,8 +12,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
+from mint.engine.instruction_sets import instruction_set
 from mint.engine.model.linear import DenseMatrix, Float32Product, add_residual, min_rows
 
 PACKED_ENTRIES = 1 << 18
@@ -29,6 +31,8 @@ ONEDNN_ROWS = 2
 
 ONEDNN_MULTIPLICATIONS = 16**3
 """Torch gives a bfloat16 product to oneDNN only above so many multiplications; its own loop sums in another order."""
+
+_HAS_AVX512 = instruction_set().name.startswith("avx512")
 
 
 class SmallMatrix(DenseMatrix):
@@ -115,8 +119,20 @@ class HalfPrecisionUnembedding(CpuUnembedding):
 
     @override
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        product = torch.ops.quantized.linear_dynamic_fp16(x * (1 / self._scale), self._halves)
-        return add_residual(product, residual)
+        rows = len(x)
+        x = x * (1 / self._scale)
+        if not _HAS_AVX512:
+            x = functional.pad(x, (0, 0, 0, _rows_summed_alike(rows) - rows))
+        product = torch.ops.quantized.linear_dynamic_fp16(x, self._halves)
+        return add_residual(product[:rows], residual)
+
+
+def _rows_summed_alike(rows: int) -> int:
+    """At least `rows`, and as many as FBGEMM computes without a tile of one or two rows.
+
+    With AVX2 it cuts rows into tiles of up to 6, and sums the products of one or two rows in another order.
+    """
+    return 3 if rows <= 3 else -(-rows // 6) * 6
 
 
 def cpu_matrix(weight: Tensor) -> DenseMatrix | PackedMatrix:
