@@ -280,6 +280,28 @@ def test_a_frozen_sampler_is_lost_and_its_jobs_run_on_another_one(faulty: tuple[
             samplers.close()
 
 
+def test_a_worker_that_leaves_is_told_of_the_jobs_that_are_on_their_way_to_it(
+    faulty: tuple[str, FaultySampler],
+) -> None:
+    samplers, (address, worker), key = ExternalSamplers([], patience_s=2.0), faulty, "k" * 16
+    try:
+        samplers.join(address, key, lambda _address: None)
+        worker.delay_s = 0.3
+        batch = samplers.open_batch()
+        batch.add("own", job())
+        wait_until(lambda: samplers.state["hosts"][0]["jobs"])
+        assert samplers.leave(address, key) == 1
+        samplers.join(address, key, lambda _address: None)  # a sign of life that came late
+        assert samplers.leave(address, key) == 1
+        results: dict[str, SampleResult] = {}
+        while batch.keys:
+            results |= batch.step()
+        assert results["own"].error is None and len(worker.generated) == 1
+        assert samplers.leave(address, key) == 0 and samplers.state["hosts"] == []
+    finally:
+        samplers.close()
+
+
 def test_jobs_wait_for_a_sampler_that_comes_back() -> None:
     port = free_port()
     samplers = ExternalSamplers([f"http://127.0.0.1:{port}"], patience_s=20.0, silence_s=1.0)

@@ -102,6 +102,56 @@ def test_a_request_that_is_not_done_when_the_server_stops_may_be_sent_again() ->
     assert "Send the same request again" in response.json()["error"]
 
 
+def test_a_server_takes_connections_until_it_has_finished() -> None:
+    begun, answered = threading.Event(), threading.Event()
+
+    async def ok(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def finish() -> None:
+        begun.set()
+        while not answered.is_set():
+            await asyncio.sleep(0.01)
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = HttpServer(http_config(ok, drain_s=HANG_S), finish=finish)
+        serving = threading.Thread(target=server.run, args=([bound],))
+        serving.start()
+        wait_until(lambda: server.started)
+        server.should_exit = True
+        assert begun.wait(HANG_S)
+        assert httpx.get(url_of("127.0.0.1", bound), timeout=HANG_S).status_code == 200
+        answered.set()
+        serving.join()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_server_does_not_wait_for_ever_until_it_has_finished(interrupted: bool) -> None:
+    begun = threading.Event()
+
+    async def finish() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def none(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = HttpServer(http_config(none, drain_s=2 * HANG_S if interrupted else 1), finish=finish)
+        serving = threading.Thread(target=server.run, args=([bound],))
+        serving.start()
+        wait_until(lambda: server.started)
+        server.should_exit = True
+        assert begun.wait(HANG_S)
+        if interrupted:
+            server.handle_exit(signal.SIGINT, None)
+        serving.join(HANG_S)
+        assert not serving.is_alive()
+
+
 def test_a_loop_goes_on_over_a_restart_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Under load: steps, samples and long polls; the process is ended in the midst of it, and another one started."""
     port = free_port()

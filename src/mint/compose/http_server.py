@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -26,6 +26,9 @@ WAITING_CONNECTIONS = 2048
 
 ACCEPTED_AT_ONCE = 16
 """Connections that the event loop accepts before it looks for other work."""
+
+INTERRUPT_S = 0.1
+"""How soon a second interrupt is noticed while the server finishes."""
 
 FAILURE_LOGGED_S = 60.0
 """How often the log says that no connection can be accepted."""
@@ -90,11 +93,19 @@ class AcceptFailures:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server; before it waits for open responses, it calls `release_clients`, so that pending polls end."""
+    """uvicorn's server. Once it is told to end, it awaits `finish` and still takes connections, for as long as the
+    configuration allows or until a second interrupt. Before it waits for open responses, it calls `release_clients`,
+    so that pending polls end."""
 
-    def __init__(self, config: uvicorn.Config, release_clients: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        release_clients: Callable[[], None] = lambda: None,
+        finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         super().__init__(config)
         self._release_clients = release_clients
+        self._finish = finish
         self.on_started: Callable[[], None] = lambda: None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -120,6 +131,14 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening, and waits for open responses."""
+        """Finishes, stops listening, and waits for open responses."""
+        if self._finish is not None:
+            await self._wait_for(asyncio.ensure_future(self._finish()))
         self._release_clients()
         await super().shutdown(sockets)
+
+    async def _wait_for(self, finished: asyncio.Future[None]) -> None:
+        give_up_at = time.monotonic() + (self.config.timeout_graceful_shutdown or 0)
+        while not finished.done() and not self.force_exit and time.monotonic() < give_up_at:
+            await asyncio.wait({finished}, timeout=INTERRUPT_S)
+        finished.cancel()

@@ -109,9 +109,9 @@ class ExternalEngine:
         """
         self._samplers.join(address, key, self._check_one)
 
-    def dismiss_sampler(self, address: str, key: str) -> None:
-        """A worker leaves: it gets no more jobs."""
-        self._samplers.leave(address, key)
+    def dismiss_sampler(self, address: str, key: str) -> int:
+        """A worker leaves: it gets no more jobs. How many it has yet."""
+        return self._samplers.leave(address, key)
 
     def lora_archive(self, name: str) -> bytes:
         """A lora that a worker was told to load.

@@ -213,14 +213,15 @@ class ExternalSamplers:
         """
         self._call(self._join(address, key, check)).result()
 
-    def leave(self, address: str, key: str) -> None:
-        """Sends no more jobs to a sampler that has joined, and forgets it when it has none."""
-        self._call(self._leave(address, key)).result()
+    def leave(self, address: str, key: str) -> int:
+        """Gives no more jobs to a sampler that has joined, and forgets it when it has none. How many it has yet: of
+        these some may still be on their way to it."""
+        return self._call(self._leave(address, key)).result()
 
     async def _join(self, address: str, key: str, check: Callable[[str], None]) -> None:
         for member in self._members.values():
-            if (member.host.address, member.key) == (address, key) and not member.leaves:
-                return
+            if (member.host.address, member.key) == (address, key):
+                return  # also where it leaves, and had said before that it is there
         for number, member in list(self._members.items()):
             if member.host.address == address and member.key is not None:  # it was started again
                 self._note_lost(member, "another one has its address")
@@ -254,13 +255,16 @@ class ExternalSamplers:
         self._changed.set()
         log.info("the sampler %s has joined", address)
 
-    async def _leave(self, address: str, key: str) -> None:
+    async def _leave(self, address: str, key: str) -> int:
         for number, member in list(self._members.items()):
             if (member.host.address, member.key) == (address, key):
+                if not member.leaves:
+                    log.info("the sampler %s leaves; it has %d jobs yet", address, len(member.jobs))
                 member.leaves = True
-                log.info("the sampler %s leaves; it has %d jobs yet", address, len(member.jobs))
-                if not member.jobs:
-                    await self._forget_member(number)
+                if member.jobs:
+                    return len(member.jobs)
+                await self._forget_member(number)
+        return 0
 
     async def _forget_member(self, number: int) -> None:
         member = self._members.pop(number, None)

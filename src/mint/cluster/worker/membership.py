@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,11 @@ JOIN_S = 300.0
 """The longest time of an answer: the server compares the worker's numbers with its own meanwhile."""
 
 LEAVE_S = 5.0
+"""The longest time of an answer to a worker that leaves."""
+
+LEAVE_EVERY_S = 0.1
+"""How often a worker that leaves asks whether it has jobs yet."""
+
 FETCH_S = 60.0
 
 
@@ -74,13 +80,22 @@ class Membership:
                 remedy="Start the server with --sampler workers, and set MINT_API_KEY to an operator's key",
             )
 
-    def leave(self) -> None:
-        """Tells the server to send no more jobs."""
+    async def leave(self) -> None:
+        """Tells the server to send no more jobs, and returns once the worker has none, or the server does not answer.
+
+        A job that the server has given to the worker may not have reached it: it would be lost if the worker took no
+        more connections.
+        """
         self._left.set()
+        wanted = {"address": self._address, "key": self._key, "leaves": True}
         try:
-            self._client.post(PATH, json={"address": self._address, "key": self._key, "leaves": True}, timeout=LEAVE_S)
-        except httpx.HTTPError as error:
-            log.warning("%s was not told that this worker leaves: %s", self._url, error)
+            while True:
+                answer = await self._async.post(PATH, json=wanted, timeout=LEAVE_S)
+                if answer.is_error or not (answer.json().get("cluster") or {}).get("jobs"):
+                    return
+                await asyncio.sleep(LEAVE_EVERY_S)
+        except (httpx.HTTPError, ValueError) as error:
+            log.warning("%s was not told that this worker leaves: %s", self._url, error or type(error).__name__)
 
     async def fetch(self, name: str) -> bytes:
         """The archive of a lora.

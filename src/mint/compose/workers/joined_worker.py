@@ -44,7 +44,7 @@ def work(
         base = engine.load_base(model, str(folder))
         thread = SamplingThread(engine)
         routes = WorkerRoutes(thread, base, str(folder), vocabulary=token_bytes(folder), key=key, fetch=member.fetch)
-        server = HttpServer(http_config(routes.app(), drain_s=DRAIN_S), member.leave)
+        server = HttpServer(http_config(routes.app(), drain_s=DRAIN_S), finish=member.leave)
 
         def refused(error: InvalidRequestError) -> None:
             refusals.append(error)

@@ -22,6 +22,7 @@ class Health(BaseModel):
 
     `cluster` says how many `trainers` there are, how many of them are `running`, how often they were `lost`, and the
     processes of the `ranks`; with `samplers`, also how many are `sampling`, how often one was lost, and what each has.
+    To a worker that leaves it says how many `jobs` it has yet.
     `mirror` says how many seconds behind it is (`lag_s`), whether it `works`, how many `states` and bytes were sent.
     """
 
@@ -67,9 +68,12 @@ def resize_cluster(call: Call) -> Response:
 
 def join_sampler(call: Call) -> Response:
     """A worker (`mint worker --join URL`) joins, to sample for this server, or leaves. Workers repeat it every few
-    seconds. One that computes other numbers than this server is refused."""
+    seconds. One that computes other numbers than this server is refused. One that leaves gets no more jobs, learns how
+    many it has yet, and asks again until it has none."""
     wanted = wire.decode(messages.JoinSamplerRequest, call.body)
-    call.service.join_sampler(wanted.address, wanted.key, leaves=wanted.leaves)
+    if wanted.leaves:
+        return respond(Health(status="ok", cluster={"jobs": call.service.dismiss_sampler(wanted.address, wanted.key)}))
+    call.service.join_sampler(wanted.address, wanted.key)
     return respond(Health(status="ok"))
 
 

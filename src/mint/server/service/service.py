@@ -315,14 +315,22 @@ class Service:
             raise InvalidRequestError("has none: one process works", field="cluster", value="none", remedy=remedy)
         resize(trainers=trainers, samplers=samplers)
 
-    def join_sampler(self, address: str, key: str, *, leaves: bool) -> None:
-        """A worker joins, to sample, or leaves.
+    def join_sampler(self, address: str, key: str) -> None:
+        """A worker joins, to sample.
 
         Raises:
             InvalidRequestError: no workers are wanted, or the worker cannot be used.
         """
-        change = self._of_workers("dismiss_sampler" if leaves else "admit_sampler")
-        change(address, key)
+        self._of_workers("admit_sampler")(address, key)
+
+    def dismiss_sampler(self, address: str, key: str) -> int:
+        """A worker leaves: it gets no more jobs. How many it has yet.
+
+        Raises:
+            InvalidRequestError: no workers are wanted.
+        """
+        jobs: int = self._of_workers("dismiss_sampler")(address, key)
+        return jobs
 
     def lora_archive(self, name: str) -> bytes:
         """The weights of a lora that a worker was told to load.
