@@ -142,3 +142,4 @@ class HttpServer(uvicorn.Server):
         while not finished.done() and not self.force_exit and time.monotonic() < give_up_at:
             await asyncio.wait({finished}, timeout=INTERRUPT_S)
         finished.cancel()
+        self.config.timeout_graceful_shutdown = max(1, round(give_up_at - time.monotonic()))  # one time limit for all
