@@ -77,8 +77,9 @@ INLINE void transpose(const int32_t *from, int64_t from_stride, int32_t *to, int
 #else
 #ifdef __AVX2__
 #include <immintrin.h>
-#define PART 8 /* numbers in a register, and */
-#define ALIKE(x) _mm256_set1_ps(x) /* all of them the same: not added to zeros, which no compiler leaves out */
+#define PART 8 /* numbers in a register */
+/* A register with one number in all places. `zeros + x` would be an addition: no compiler leaves it out. */
+#define ALIKE(x) _mm256_set1_ps(x)
 #define HOLD_PART(x) __asm__("" : "+x"(x))
 #else
 #define PART 4
