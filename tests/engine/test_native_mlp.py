@@ -24,7 +24,7 @@ from mint.engine.model.weights import LayerWeights
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
 EPS = 1e-6
-HIDDEN, INNER = 48, 80
+HIDDEN, INNER = 64, 96
 
 
 @pytest.fixture(scope="module")
@@ -34,37 +34,56 @@ def kernels(native_folder: Path) -> NativeKernels:
 
 @dataclass(frozen=True)
 class _Problem:
-    """An MLP with loras that are merged into its matrices, by two ways to compute it, and its numbers."""
+    """An MLP with loras, by two ways to compute it, and its numbers."""
 
     kernel: TrainedMlp
     in_parts: MlpInParts
-    gate_up: Tensor  # merged, [2·I, E]
-    down: Tensor  # merged, [E, I]
+    gate_up: Tensor  # [2·I, E], with the lora where it is merged
+    down: Tensor  # [E, I], the same
     norm: Tensor
     loras: list[SiteWeights]
     x: Tensor
     grad: Tensor
+    beside: bool  # whether loras are added to the products
 
 
-def _merge(
-    operations: NativeOperations, outputs: list[int], inputs: int, rank: int, generator: torch.Generator
+def _linear(
+    operations: NativeOperations,
+    outputs: list[int],
+    inputs: int,
+    rank: int,
+    generator: torch.Generator,
+    *,
+    rows: int,
+    beside: bool,
 ) -> tuple[Linear, Tensor, list[SiteWeights]]:
     """A linear, its matrix, and its lora: none for rank 0."""
-    weight = torch.randn(sum(outputs), inputs, generator=generator) / inputs**0.5
+    weight = (torch.randn(sum(outputs), inputs, generator=generator) / inputs**0.5).to(operations.dtype)
     if not rank:
         return SeparateLinear(operations, operations.matrix(weight), ()), weight, []
     lora = SiteWeights(
         torch.randn(rank * len(outputs), inputs, generator=generator) / inputs**0.5,
-        tuple(torch.randn(own, rank, generator=generator) for own in outputs),
+        tuple(torch.randn(own, rank, generator=generator) / 10 for own in outputs),
     )
-    return MergedLinear(operations, operations.matrix(weight), lora, 2.0), weight, [lora]
+    matrix = operations.matrix(weight)
+    if beside:
+        return SeparateLinear(operations, matrix, [(slice(0, rows), lora, 2.0)]), weight, [lora]
+    return MergedLinear(operations, matrix, lora, 2.0), weight, [lora]
 
 
-def _problem(kernels: NativeKernels, *, rows: int, ranks: tuple[int, int], adds: bool = True) -> _Problem:
-    operations = NativeOperations(torch.float32, kernels)
+def _problem(
+    kernels: NativeKernels,
+    *,
+    rows: int,
+    ranks: tuple[int, int],
+    adds: bool = True,
+    beside: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> _Problem:
+    operations = NativeOperations(dtype, kernels)
     generator = torch.Generator().manual_seed(rows)
-    gate_up, wide, first = _merge(operations, [INNER, INNER], HIDDEN, ranks[0], generator)
-    down, narrow, second = _merge(operations, [HIDDEN], INNER, ranks[1], generator)
+    gate_up, wide, first = _linear(operations, [INNER, INNER], HIDDEN, ranks[0], generator, rows=rows, beside=beside)
+    down, narrow, second = _linear(operations, [HIDDEN], INNER, ranks[1], generator, rows=rows, beside=beside)
     norm = torch.rand(HIDDEN, generator=generator) + 0.5
     x, grad = (torch.randn(rows, HIDDEN, generator=generator) for _ in range(2))
     kernel = operations.mlp(gate_up, down, norm, eps=EPS, adds=adds, rows=rows)
@@ -74,7 +93,9 @@ def _problem(kernels: NativeKernels, *, rows: int, ranks: tuple[int, int], adds:
     layer = LayerWeights(None, None, nothing, None, norm, None if adds else norm, nothing)
     tables = torch.ones(1), torch.zeros(1)
     context = ForwardContext(operations, EPS, 0, 0, 16, *tables, GatedOrder(*tables))
-    return _Problem(kernel, MlpInParts(layer, gate_up, down, context), wide, narrow, norm, [*first, *second], x, grad)
+    return _Problem(
+        kernel, MlpInParts(layer, gate_up, down, context), wide, narrow, norm, [*first, *second], x, grad, beside
+    )
 
 
 KINDS: list[dict[str, Any]] = [
@@ -86,11 +107,20 @@ KINDS: list[dict[str, Any]] = [
     {"rows": 217, "ranks": (0, 0)},
     {"rows": 300, "ranks": (5, 5)},
     {"rows": 300, "ranks": (8, 8), "adds": False},
+    {"rows": 2528, "ranks": (16, 16), "beside": True},
+    {"rows": 433, "ranks": (5, 24), "beside": True},
+    {"rows": 217, "ranks": (8, 0), "beside": True},
+    {"rows": 217, "ranks": (0, 8), "beside": True, "adds": False},
+]
+HALVES: list[dict[str, Any]] = [
+    kind | {"beside": True, "dtype": torch.bfloat16}
+    for kind in KINDS
+    if kind.get("beside", False) or kind["rows"] < 433
 ]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *HALVES], ids=str)
 def test_one_kernel_gives_the_bits_of_the_operations_one_after_the_other(
     kernels: NativeKernels, kind: dict[str, Any], threads: int
 ) -> None:
@@ -99,6 +129,10 @@ def test_one_kernel_gives_the_bits_of_the_operations_one_after_the_other(
     out, saved = problem.kernel.forward(problem.x)
     expected, saved_in_parts = problem.in_parts.forward(problem.x)
     assert torch.equal(out, expected)
+    _, wide = saved
+    assert wide is not None and torch.equal(
+        wide, torch.cat([part for part in saved_in_parts[1::2] if part is not None])
+    )
     for for_input in (True, False):
         grad_x, grads = problem.kernel.backward(problem.grad, problem.x, saved, for_input=for_input)
         other_x, others = problem.in_parts.backward(
@@ -116,11 +150,11 @@ def test_results_and_gradients_are_those_of_float64(kernels: NativeKernels, kind
     problem = _problem(kernels, **kind)
     out, saved = problem.kernel.forward(problem.x)
     grad_x, grads = problem.kernel.backward(problem.grad, problem.x, saved, for_input=True)
-    # The matrices have their loras in them: only what a change of the lora would add is added here.
     x = problem.x.double().requires_grad_()
     trained = [[own.double().requires_grad_() for own in (lora.a, *lora.bs)] for lora in problem.loras]
     gates, downs = (
-        _product(weight, parts) for weight, parts in zip((problem.gate_up, problem.down), trained, strict=True)
+        _product(weight, parts, merged=not problem.beside)
+        for weight, parts in zip((problem.gate_up, problem.down), trained, strict=True)
     )
     normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * problem.norm.double()
     gate, up = (normed @ gates.t()).chunk(2, dim=1)
@@ -136,9 +170,10 @@ def test_results_and_gradients_are_those_of_float64(kernels: NativeKernels, kind
         torch.testing.assert_close(own.double(), exact.grad, rtol=1e-4, atol=1e-4 * float(exact.grad.abs().max()))
 
 
-def _product(weight: Tensor, parts: list[Tensor]) -> Tensor:
-    """The matrix, whose value it keeps, as a function of the lora's matrices `a` and bs, with scale 2."""
+def _product(weight: Tensor, parts: list[Tensor], *, merged: bool) -> Tensor:
+    """The matrix with its lora, as a function of the lora's matrices `a` and bs, with scale 2. If the lora is `merged`,
+    `weight` has it already, and only what a change of it would add is added here."""
     a, *bs = parts
     rank = len(a) // len(bs)
     added = torch.cat([2.0 * b @ a[rank * part : rank * (part + 1)] for part, b in enumerate(bs)])
-    return weight.double() + added - added.detach()
+    return weight.double() + (added - added.detach() if merged else added)

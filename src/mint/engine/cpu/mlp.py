@@ -37,6 +37,7 @@ class _Lora(ctypes.Structure):
         ("parts", Int64),
         ("rank", Int64),
         ("size", Int64),
+        ("beside", Int64),
         ("scale", ctypes.c_double),
         ("found", ctypes.c_void_p),
     )
@@ -44,37 +45,43 @@ class _Lora(ctypes.Structure):
 
 @dataclass(frozen=True)
 class MlpProduct:
-    """One of the two products: a float32 matrix, into which a trained lora is merged, if there is one."""
+    """One of the two products: a matrix, and the trained lora, if there is one."""
 
     matrix: PanelMatrix
-    lora: SiteWeights | None
-    scale: float
+    lora: SiteWeights | None = None
+    scale: float = 0.0
+    beside: bool = False
+    """Whether the lora's part is added to the product; else it is merged into the matrix."""
 
     @classmethod
     def of(cls, linear: Linear, loras: NativeLoras) -> MlpProduct | None:
         """None where the kernel does not know such a matrix or lora."""
-        lora, scale = None, 0.0
+        matrix = linear.matrix if isinstance(linear, MergedLinear | SeparateLinear) else None
+        if not isinstance(matrix, PanelMatrix) or not matrix.has_transpose:
+            return None
         if isinstance(linear, MergedLinear):
-            lora, scale = linear.lora, linear.scale
-        elif not isinstance(linear, SeparateLinear) or linear.loras:
-            return None
-        matrix = linear.matrix
-        if not isinstance(matrix, PanelMatrix) or matrix.dtype != torch.float32:
-            return None
-        return None if lora is not None and not loras.fits(lora) else cls(matrix, lora, scale)
+            found = cls(matrix, linear.lora, linear.scale)
+        elif isinstance(linear, SeparateLinear) and linear.loras:
+            (_, lora, scale), *others = linear.loras  # in training, one lora has all rows
+            if others:
+                return None
+            found = cls(matrix, lora, scale, beside=True)
+        else:
+            found = cls(matrix)
+        return found if found.lora is None or loras.fits(found.lora) else None
 
     def transposed(self) -> PanelMatrix:
-        """The transpose, which any float32 matrix in panels has."""
+        """The transpose, which `of` has made sure of."""
         found = self.matrix.transposed()
         if found is None:
-            raise AssertionError("a float32 matrix in panels could not be transposed")
+            raise AssertionError("a matrix in panels could not be transposed")
         return found
 
 
 class _LoraSums:
-    """The gradients of a product's lora, in groups of rows."""
+    """A product's lora as the kernel takes it, and its gradients in groups of rows; a forward has none."""
 
-    def __init__(self, loras: NativeLoras, product: MlpProduct, groups: int) -> None:
+    def __init__(self, loras: NativeLoras, product: MlpProduct, groups: int = 0) -> None:
         self._loras, self._lora = loras, product.lora
         self.struct: _Lora | None = None
         if product.lora is not None:
@@ -87,6 +94,7 @@ class _LoraSums:
                 parts=len(product.lora.bs),
                 rank=product.lora.bs[0].shape[1],
                 size=self._found.shape[1],
+                beside=product.beside,
                 scale=product.scale,
                 found=self._found.data_ptr(),
             )
@@ -109,37 +117,45 @@ class NativeMlp:
         eps: float,
         adds: bool,
         parts: int,
+        dtype: torch.dtype,
     ) -> None:
         """`products` [2·I, E] and [E, I]; `norm` [E]; `adds`: whether x is added. Gradients are summed over so many
-        `parts` of the rows, one after the other."""
+        `parts` of the rows, one after the other. The wide product is kept in `dtype`."""
         self._kernels = kernels
         self._loras = loras
         self._gate_up, self._down = products
         self._norm = norm
         self._eps, self._adds = eps, adds
         self._parts = parts
+        self._dtype = dtype
         self._inner = self._down.matrix.inputs
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """[T, E] of x [T, E]; and 1 / rms(x) [T, 1] and the wide product [T, 2·I]."""
         rows, hidden = x.shape
-        out, inverse, wide = torch.empty_like(x), x.new_empty(rows, 1), x.new_empty(rows, 2 * self._inner)
+        out, inverse = torch.empty_like(x), x.new_empty(rows, 1)
+        wide = x.new_empty(rows, 2 * self._inner, dtype=self._dtype)
+        gate_up_lora, down_lora = (_LoraSums(self._loras, own) for own in (self._gate_up, self._down))
         row_kernels = self._kernels.libraries["rows"]
         self._kernels.libraries["mlp"].mlp_forward(
             -(-rows // BLOCK_ROWS),
             x.numel() * self._inner,
             norm=row_kernels.rms_norm.address,
             product=self._gate_up.matrix.product_kernel.address,
+            add_lora=self._kernels.libraries["loras"].add_lora.address,
             swiglu=row_kernels.swiglu.address,
             x=x,
             weight=self._norm,
             eps=self._eps,
             gate_up=self._gate_up.matrix.panels,
             down=self._down.matrix.panels,
+            gate_up_lora=gate_up_lora.struct,
+            down_lora=down_lora.struct,
             rows=rows,
             hidden=hidden,
             inner=self._inner,
             adds=self._adds,
+            half=self._dtype == torch.bfloat16,
             out=out,
             inverse=inverse,
             wide=wide,
@@ -162,7 +178,8 @@ class NativeMlp:
             groups,
             x.numel() * self._inner,
             product=gate_up.product_kernel.address,
-            swiglu=row_kernels.swiglu_gradient.address,
+            swiglu=row_kernels.swiglu.address,
+            swiglu_gradient=row_kernels.swiglu_gradient.address,
             norm=row_kernels.rms_norm_again.address,
             norm_backward=row_kernels.rms_norm_backward.address,
             lora_gradient=self._kernels.libraries["loras"].lora_gradient.address,
@@ -179,6 +196,7 @@ class NativeMlp:
             hidden=hidden,
             inner=self._inner,
             adds=self._adds,
+            half=self._dtype == torch.bfloat16,
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]

@@ -380,6 +380,7 @@ class NativeOperations(CpuOperations):
             eps=eps,
             adds=adds,
             parts=parts,
+            dtype=self.dtype,
         )
 
     @override

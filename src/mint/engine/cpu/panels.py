@@ -136,6 +136,11 @@ class PanelMatrix:
         transposed = self.transposed()
         return dense_gradient(self.dense(), grad) if transposed is None else transposed.product(grad)
 
+    @property
+    def has_transpose(self) -> bool:
+        """Whether the widths of the transpose fit."""
+        return self.products.fit(self.inputs, self.outputs, self.dtype)
+
     def transposed(self) -> PanelMatrix | None:
         """The transpose [I, O]; None where its widths do not fit."""
         panels = self.products.transpose(self.panels)

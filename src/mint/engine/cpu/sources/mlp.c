@@ -2,105 +2,150 @@
    added.
 
    Rows pass through all of it block by block, so that what lies between two products stays in the second cache. The
-   products, the norm, SwiGLU and the gradients of loras are kernels of other files, called here for one block after the
-   other: a row's result is a function of that row alone as theirs are.
+   products, the norm, SwiGLU and what loras add are kernels of other files, called here for one block after the other: a
+   row's result is a function of that row alone as theirs are.
 
    Letters: T rows, E hidden size, I inner width. */
 
 #include <stdlib.h>
 
 #include "calls.h"
+#include "lanes.h"
 
 #define BLOCK_ROWS 108 /* a multiple of the rows that `lora_gradient` adds up at a time, or its sums had another order */
 
+/* A lora of one of the two products, as `LoraGradient` has it; found [groups, size], for the backward alone. */
 typedef struct {
-    Kernel *norm, *product, *swiglu;
+    const float *a, *const *bs;
+    const int64_t *widths;
+    int64_t parts, rank, size;
+    int64_t beside; /* 1: the product is that of the base, and the lora's part is added; 0: it is merged into the matrix */
+    double scale;
+    float *found;
+} MlpLora;
+
+/* From floats to bfloat16, and back; `count` is a multiple of 16. */
+static void round_to_halves(const float *from, int64_t count, char *to) {
+    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
+}
+static void widen(const char *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
+}
+
+typedef struct {
+    Kernel *norm, *product, *add_lora, *swiglu;
     const float *x, *weight; /* [T, E], [E] */
     double eps;
-    const int32_t *gate_up, *down; /* panels */
-    int64_t rows, hidden, inner, adds;
-    float *out, *inverse, *wide;
+    const int32_t *gate_up, *down;               /* panels */
+    const MlpLora *gate_up_lora, *down_lora;     /* or missing */
+    int64_t rows, hidden, inner, adds, half;
+    float *out, *inverse;
+    char *wide; /* float, or bfloat16 if `half` */
 } MlpForward;
+
+static int add_lora(Kernel *kernel, const MlpLora *lora, int64_t rows, int64_t inputs, int64_t outputs, const float *x,
+                    float *out) {
+    if (!lora || !lora->beside) return 0;
+    AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out};
+    return kernel(&own, 0, rows);
+}
 
 /* out [T, E], plus x if `adds`; inverse [T] = 1 / rms(x) and wide [T, 2I], which the backward needs. For blocks `first` to
    `last` of BLOCK_ROWS rows. */
 int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
     const int64_t hidden = in->hidden, inner = in->inner;
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + inner));
+    float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + (in->half ? 3 : 1) * inner));
     if (!room) return 2;
-    float *normed = room, *between = room + BLOCK_ROWS * hidden;
+    float *normed = room, *between = normed + BLOCK_ROWS * hidden, *unrounded = between + BLOCK_ROWS * inner;
     int code = 0;
     for (int64_t start = first * BLOCK_ROWS; start < last * BLOCK_ROWS && start < in->rows && !code; start += BLOCK_ROWS) {
         const int64_t rows = in->rows - start < BLOCK_ROWS ? in->rows - start : BLOCK_ROWS;
         const float *x = in->x + start * hidden;
-        float *wide = in->wide + start * 2 * inner, *out = in->out + start * hidden;
+        float *wide = in->half ? unrounded : (float *)in->wide + start * 2 * inner, *out = in->out + start * hidden;
         RmsNorm norm = {x, in->weight, 0, in->eps, hidden, normed, in->inverse + start};
         Product gate_up = {normed, in->gate_up, rows, hidden, 2 * inner, 0, wide};
         Swiglu swiglu = {wide, inner, 0, between};
         Product down = {between, in->down, rows, inner, hidden, in->adds ? x : 0, out};
         code = in->norm(&norm, 0, rows);
         if (!code) code = in->product(&gate_up, 0, 2 * inner / PANEL);
+        if (!code) code = add_lora(in->add_lora, in->gate_up_lora, rows, hidden, 2 * inner, normed, wide);
         if (!code) code = in->swiglu(&swiglu, 0, rows);
         if (!code) code = in->product(&down, 0, hidden / PANEL);
+        if (!code) code = add_lora(in->add_lora, in->down_lora, rows, inner, hidden, between, out);
+        if (in->half && !code) round_to_halves(wide, rows * 2 * inner, in->wide + start * 2 * inner * 2);
     }
     free(room);
     return code;
 }
 
-/* A lora of one of the two products, as `LoraGradient` has it; found [groups, size]. */
 typedef struct {
-    const float *a, *const *bs;
-    const int64_t *widths;
-    int64_t parts, rank, size;
-    double scale;
-    float *found;
-} MlpLora;
-
-typedef struct {
-    Kernel *product, *swiglu, *norm, *norm_backward, *lora_gradient;
+    Kernel *product, *swiglu, *swiglu_gradient, *norm, *norm_backward, *lora_gradient;
     const int64_t *borders; /* [groups + 1]: the rows at which each group begins, and the end */
-    const float *grad, *x, *weight, *inverse, *wide;
+    const float *grad, *x, *weight, *inverse;
+    const char *wide;              /* as `MlpForward` has it */
     const int32_t *gate_up, *down; /* panels of the transposes */
     const MlpLora *gate_up_lora, *down_lora; /* or missing */
-    int64_t hidden, inner, adds;
+    int64_t hidden, inner, adds, half;
     float *grad_x; /* [T, E], or missing */
 } MlpBackward;
 
-/* Adds to the gradients of a lora what some rows of a group give; `begins`: they are its first. */
+/* Adds to the gradients of a lora what some rows of a group give, and to grad_x, unless the lora is merged; `begins`: they
+   are its first. */
 static int add_gradient(Kernel *kernel, const MlpLora *lora, int64_t group, int64_t rows, int begins, const float *grad,
-                        const float *x, int64_t inputs, int64_t outputs) {
+                        const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
     if (!lora) return 0;
     LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
-                        !begins, lora->scale, 0, lora->found + group * lora->size};
+                        !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size};
     return kernel(&own, 0, 1);
 }
 
-/* `rows` rows from `start` on; `room` [rows, E + 3I] is for what lies in between. */
+/* The inner gradient: that for `between` [rows, I], the product that `down` reads, and from it the one for the wide product.
+   A lora beside `down` adds to the former, so `between` itself is computed before it; else both come from one sigmoid. */
+static int run_inner(const MlpBackward *in, int64_t group, int64_t rows, int begins, const float *grad, const float *wide,
+                     float *between, float *wide_grad) {
+    const int64_t hidden = in->hidden, inner = in->inner;
+    Product down = {grad, in->down, rows, hidden, inner, 0, between};
+    SwigluGradient gradient = {between, wide, inner, between, wide_grad};
+    int code = in->product(&down, 0, inner / PANEL);
+    if (in->down_lora && in->down_lora->beside) {
+        float *again = wide_grad; /* free until its gradient is written */
+        Swiglu swiglu = {wide, inner, 0, again};
+        if (!code) code = in->swiglu(&swiglu, 0, rows);
+        if (!code)
+            code = add_gradient(in->lora_gradient, in->down_lora, group, rows, begins, grad, again, inner, hidden, between);
+        return code ? code : in->swiglu_gradient(&gradient, 0, rows);
+    }
+    if (!code) code = in->swiglu_gradient(&gradient, 0, rows);
+    return code ? code
+                : add_gradient(in->lora_gradient, in->down_lora, group, rows, begins, grad, between, inner, hidden, 0);
+}
+
+/* `rows` rows from `start` on; `room` [rows, 2E + 5I] is for what lies in between. */
 static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
     const int64_t hidden = in->hidden, inner = in->inner;
     const int begins = start == in->borders[group];
     const float *grad = in->grad + start * hidden, *x = in->x + start * hidden, *inverse = in->inverse + start;
-    float *normed = room, *between = normed + rows * hidden, *wide_grad = between + rows * inner;
-    Product down = {grad, in->down, rows, hidden, inner, 0, between};
-    SwigluGradient swiglu = {between, in->wide + start * 2 * inner, inner, between, wide_grad};
+    float *normed = room, *grad_normed = normed + rows * hidden, *between = grad_normed + rows * hidden;
+    float *wide_grad = between + rows * inner, *floats = wide_grad + rows * 2 * inner;
+    const float *wide = in->half ? floats : (const float *)in->wide + start * 2 * inner;
+    if (in->half) widen(in->wide + start * 2 * inner * 2, rows * 2 * inner, floats);
     RmsNormAgain norm = {x, inverse, in->weight, hidden, normed};
-    int code = in->product(&down, 0, inner / PANEL);
-    if (!code) code = in->swiglu(&swiglu, 0, rows);
-    if (!code) code = add_gradient(in->lora_gradient, in->down_lora, group, rows, begins, grad, between, inner, hidden);
+    Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed};
+    int code = run_inner(in, group, rows, begins, grad, wide, between, wide_grad);
     if (!code) code = in->norm(&norm, 0, rows);
+    if (!code && in->grad_x) code = in->product(&gate_up, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, rows, begins, wide_grad, normed, hidden, 2 * inner);
+        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, rows, begins, wide_grad, normed, hidden, 2 * inner,
+                            in->grad_x ? grad_normed : 0);
     if (code || !in->grad_x) return code;
-    Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, normed};
-    RmsNormBackward back = {normed, x, inverse, in->weight, in->adds ? grad : 0, hidden, in->grad_x + start * hidden};
-    code = in->product(&gate_up, 0, hidden / PANEL);
-    return code ? code : in->norm_backward(&back, 0, rows);
+    RmsNormBackward back = {grad_normed, x, inverse, in->weight, in->adds ? grad : 0, hidden, in->grad_x + start * hidden};
+    return in->norm_backward(&back, 0, rows);
 }
 
 /* From grad [T, E] grad_x [T, E], and the sums of each group for the gradients of the loras. For groups `first` to
    `last`. */
 int mlp_backward(const MlpBackward *in, int64_t first, int64_t last) {
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (in->hidden + 3 * in->inner));
+    float *room = malloc(sizeof(float) * BLOCK_ROWS * (2 * in->hidden + (in->half ? 5 : 3) * in->inner));
     if (!room) return 2;
     int code = 0;
     for (int64_t group = first; group < last; group++) {
