@@ -15,9 +15,9 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.cpu.attention import NativePackedAttention
 from mint.engine.cpu.delta_net import NativeDeltaRule
 from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
+from mint.engine.cpu.layer_parts import HeadSettings, NativeHeads, NativeMlp, TrainedProduct
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
-from mint.engine.cpu.mlp import MlpProduct, NativeMlp
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
@@ -26,7 +26,7 @@ from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedMlp
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedHeads, TrainedMlp
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -365,10 +365,31 @@ class NativeOperations(CpuOperations):
         return out
 
     @override
+    def heads(
+        self,
+        qkv: Linear,
+        norm: Tensor | None,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        head_dim: int,
+        rotated_heads: int,
+        joint_heads: int,
+    ) -> TrainedHeads | None:
+        product = TrainedProduct.of(qkv, self._loras)
+        if product is None:
+            return None
+        settings = HeadSettings(bias, norms, cos, sin, qkv.outputs // head_dim, rotated_heads, joint_heads)
+        return NativeHeads(self.kernels, self._loras, product, norm, settings, eps=eps, dtype=self.dtype)
+
+    @override
     def mlp(
         self, gate_up: Linear, down: Linear, norm: Tensor | None, *, eps: float, adds: bool, rows: int
     ) -> TrainedMlp | None:
-        products = MlpProduct.of(gate_up, self._loras), MlpProduct.of(down, self._loras)
+        products = TrainedProduct.of(gate_up, self._loras), TrainedProduct.of(down, self._loras)
         if norm is None or self.activation != "silu" or products[0] is None or products[1] is None:
             return None
         parts = self.mlp_parts(rows, gate_up.outputs)

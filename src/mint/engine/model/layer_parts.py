@@ -136,9 +136,21 @@ class AttentionInputs(AutogradFunction):
         *parameters: Tensor,
     ) -> Tensor:
         """[T, H, D] in the base's dtype from x [T, E]; `parameters` are those of `linear`, named for autograd."""
-        heads, inverse, qkv, head_inverse = _project_heads(x, norm, weights, linear, context)
-        ctx.save_for_backward(x, inverse, qkv.to(context.operations.dtype), head_inverse)
-        ctx.norm, ctx.weights, ctx.linear, ctx.context = norm, weights, linear, context
+        kernel = context.operations.heads(
+            linear,
+            norm,
+            weights.qkv_bias,
+            weights.head_norms,
+            context.cos,
+            context.sin,
+            eps=context.eps,
+            head_dim=context.head_dim,
+            rotated_heads=context.rotated_heads,
+            joint_heads=context.joint_heads,
+        )
+        ctx.heads = HeadsInTurn(norm, weights, linear, context) if kernel is None else kernel
+        heads, saved = ctx.heads.forward(x)
+        ctx.save_for_backward(x, *saved)
         return heads
 
     @staticmethod
@@ -146,10 +158,34 @@ class AttentionInputs(AutogradFunction):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
-        x, inverse, qkv, head_inverse = ctx.saved_tensors
-        grad_qkv = _heads_gradient(grad, qkv.float(), head_inverse, ctx.weights, ctx.context)
-        grad_x, grads = _normed_gradient(ctx, grad_qkv.flatten(1), x, inverse)
+        x, *saved = ctx.saved_tensors
+        grad_x, grads = ctx.heads.backward(grad, x, saved, for_input=ctx.needs_input_grad[0])
         return grad_x, None, None, None, None, *grads
+
+
+@dataclass(frozen=True)
+class HeadsInTurn:
+    """`TrainedHeads` by the device's operations, one after the other."""
+
+    norm: Tensor | None
+    weights: AttentionWeights
+    linear: Linear
+    context: ForwardContext
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """See `TrainedHeads`. 1 / rms(x), the product and 1 / rms of its heads are kept."""
+        heads, inverse, qkv, head_inverse = _project_heads(x, self.norm, self.weights, self.linear, self.context)
+        return heads, [inverse, qkv.to(self.context.operations.dtype), head_inverse]
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """See `TrainedHeads`."""
+        inverse, qkv, head_inverse = saved
+        assert qkv is not None
+        grad_qkv = _heads_gradient(grad, qkv.float(), head_inverse, self.weights, self.context).flatten(1)
+        operations = self.context.operations
+        return _normed_gradient(self.linear, self.norm, grad_qkv, x, inverse, operations, for_input=for_input)
 
 
 class NormedProduct(AutogradFunction):
@@ -179,7 +215,10 @@ class NormedProduct(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, inverse = ctx.saved_tensors
-        grad_x, grads = _normed_gradient(ctx, grad.contiguous(), x, inverse)
+        operations, for_input = ctx.context.operations, ctx.needs_input_grad[0]
+        grad_x, grads = _normed_gradient(
+            ctx.linear, ctx.norm, grad.contiguous(), x, inverse, operations, for_input=for_input
+        )
         return grad_x, None, None, None, *grads
 
 
@@ -311,13 +350,21 @@ def _heads_gradient(
     )
 
 
-def _normed_gradient(ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients for x [T, E] and the parameters of `ctx.linear` from grad [T, O] for its product of norm(x)."""
-    operations: Operations = ctx.context.operations
-    normed = norm_rows_again(operations, x, inverse, ctx.norm)
-    grad_x, grads = ctx.linear.gradient(grad, normed, for_input=ctx.needs_input_grad[0])
-    if grad_x is not None and inverse is not None and ctx.norm is not None:
-        grad_x = operations.rms_norm_backward(grad_x, x, inverse, ctx.norm)
+def _normed_gradient(
+    linear: Linear,
+    norm: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    inverse: Tensor | None,
+    operations: Operations,
+    *,
+    for_input: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients for x [T, E] and the parameters of `linear` from grad [T, O] for its product of norm(x)."""
+    normed = norm_rows_again(operations, x, inverse, norm)
+    grad_x, grads = linear.gradient(grad, normed, for_input=for_input)
+    if grad_x is not None and inverse is not None and norm is not None:
+        grad_x = operations.rms_norm_backward(grad_x, x, inverse, norm)
     return grad_x, grads
 
 

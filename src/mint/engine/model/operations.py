@@ -36,6 +36,22 @@ FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
 """(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
 
 
+class TrainedHeads(Protocol):
+    """From the training rows of a layer to the heads that attend: norm, query/key/value product, norms and rotation of
+    heads."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Heads [T, H, D] in the base's dtype of x [T, E], and what the backward needs beside x."""
+        ...
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From grad [T, H, D] in the base's dtype, x and what `forward` gave the gradient for x, if asked for, and
+        those of the parameters of the product."""
+        ...
+
+
 class TrainedMlp(Protocol):
     """A layer's dense MLP over training rows: down(swiglu(gate_up(norm(x)))), to which x may be added."""
 
@@ -227,6 +243,24 @@ class Operations(Protocol):
 
     def mlp_parts(self, rows: int, width: int) -> int:
         """In how many parts so many rows are trained through an MLP whose wide product has `width` outputs."""
+        ...
+
+    def heads(
+        self,
+        qkv: Linear,
+        norm: Tensor | None,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        head_dim: int,
+        rotated_heads: int,
+        joint_heads: int,
+    ) -> TrainedHeads | None:
+        """What leads to the heads of a layer with `norm` [E] before its product; the rest as in `finish_heads`. None
+        where the operations above compute it one after the other."""
         ...
 
     def mlp(

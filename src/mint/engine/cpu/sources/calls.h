@@ -73,4 +73,20 @@ typedef struct {
     float *out, *wide_out;
 } SwigluGradient;
 
+typedef struct {
+    float *qkv;
+    const float *bias, *norms, *cos, *sin;
+    double eps;
+    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
+    char *heads;
+    float *inverse;
+} FinishHeads;
+
+typedef struct {
+    const char *grad;
+    const float *qkv, *inverse, *norms, *cos, *sin;
+    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
+    float *out;
+} FinishHeadsBackward;
+
 #endif

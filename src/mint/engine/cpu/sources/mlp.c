@@ -1,54 +1,23 @@
 /* The dense MLP of a layer on a CPU, forward and backward: down(swiglu(gate_up(norm(x)))) with silu, to which x may be
    added.
 
-   Rows pass through all of it block by block, so that what lies between two products stays in the second cache. The
-   products, the norm, SwiGLU and what loras add are kernels of other files, called here for one block after the other: a
-   row's result is a function of that row alone as theirs are.
-
    Letters: T rows, E hidden size, I inner width. */
 
 #include <stdlib.h>
 
 #include "calls.h"
-#include "lanes.h"
-
-#define BLOCK_ROWS 108 /* a multiple of the rows that `lora_gradient` adds up at a time, or its sums had another order */
-
-/* A lora of one of the two products, as `LoraGradient` has it; found [groups, size], for the backward alone. */
-typedef struct {
-    const float *a, *const *bs;
-    const int64_t *widths;
-    int64_t parts, rank, size;
-    int64_t beside; /* 1: the product is that of the base, and the lora's part is added; 0: it is merged into the matrix */
-    double scale;
-    float *found;
-} MlpLora;
-
-/* From floats to bfloat16, and back; `count` is a multiple of 16. */
-static void round_to_halves(const float *from, int64_t count, char *to) {
-    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
-}
-static void widen(const char *from, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
-}
+#include "layers.h"
 
 typedef struct {
     Kernel *norm, *product, *add_lora, *swiglu;
     const float *x, *weight; /* [T, E], [E] */
     double eps;
-    const int32_t *gate_up, *down;               /* panels */
-    const MlpLora *gate_up_lora, *down_lora;     /* or missing */
+    const int32_t *gate_up, *down;        /* panels */
+    const Lora *gate_up_lora, *down_lora; /* or missing */
     int64_t rows, hidden, inner, adds, half;
     float *out, *inverse;
     char *wide; /* float, or bfloat16 if `half` */
 } MlpForward;
-
-static int add_lora(Kernel *kernel, const MlpLora *lora, int64_t rows, int64_t inputs, int64_t outputs, const float *x,
-                    float *out) {
-    if (!lora || !lora->beside) return 0;
-    AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out};
-    return kernel(&own, 0, rows);
-}
 
 /* out [T, E], plus x if `adds`; inverse [T] = 1 / rms(x) and wide [T, 2I], which the backward needs. For blocks `first` to
    `last` of BLOCK_ROWS rows. */
@@ -84,20 +53,10 @@ typedef struct {
     const float *grad, *x, *weight, *inverse;
     const char *wide;              /* as `MlpForward` has it */
     const int32_t *gate_up, *down; /* panels of the transposes */
-    const MlpLora *gate_up_lora, *down_lora; /* or missing */
+    const Lora *gate_up_lora, *down_lora; /* or missing */
     int64_t hidden, inner, adds, half;
     float *grad_x; /* [T, E], or missing */
 } MlpBackward;
-
-/* Adds to the gradients of a lora what some rows of a group give, and to grad_x, unless the lora is merged; `begins`: they
-   are its first. */
-static int add_gradient(Kernel *kernel, const MlpLora *lora, int64_t group, int64_t rows, int begins, const float *grad,
-                        const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
-    if (!lora) return 0;
-    LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
-                        !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size};
-    return kernel(&own, 0, 1);
-}
 
 /* The inner gradient: that for `between` [rows, I], the product that `down` reads, and from it the one for the wide product.
    A lora beside `down` adds to the former, so `between` itself is computed before it; else both come from one sigmoid. */

@@ -50,15 +50,6 @@ int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
     return 0;
 }
 
-typedef struct {
-    float *qkv;
-    const float *bias, *norms, *cos, *sin;
-    double eps;
-    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
-    char *heads;
-    float *inverse;
-} FinishHeads;
-
 /* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated_heads` normed by
    `norms` [rotated_heads, D] and the first 2 * pairs elements of each turned by cos and sin [T, pairs]; bias and norms
    may be missing. The first `joint_heads` are normed together, and the other ones; 0: each alone. inverse
@@ -296,13 +287,6 @@ int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
             *(vf *)(out + t * width + i) = *(const vf *)(x + t * width + i) * inverse[t] * *(const vf *)(weight + i);
     return 0;
 }
-
-typedef struct {
-    const char *grad;
-    const float *qkv, *inverse, *norms, *cos, *sin;
-    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
-    float *out;
-} FinishHeadsBackward;
 
 /* out [T, H, D]: the gradient for qkv of `finish_heads`, from grad [T, H, D] in the type of the heads. */
 int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t last) {

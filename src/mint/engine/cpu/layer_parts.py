@@ -1,8 +1,9 @@
-"""A layer's dense MLP with silu in training, forward and backward by one call each of `mlp.c`.
+"""The parts of a layer in training, forward and backward by one call each: what leads to the heads that attend
+(`attention_inputs.c`), and a dense MLP with silu (`mlp.c`).
 
-Bits are those of the same kernels called one after the other, as `MlpInParts` does.
+Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do.
 
-Letters: T rows · E hidden size · I inner width.
+Letters: T rows · E hidden size · H heads · D head dimension · I inner width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.kernels import Field, NativeKernels
 from mint.engine.cpu.loras import NativeLoras, groups_of, places_of
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Int64
@@ -24,11 +25,11 @@ from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
 
 BLOCK_ROWS = 108
-"""`BLOCK_ROWS` in mlp.c."""
+"""`BLOCK_ROWS` in layers.h."""
 
 
 class _Lora(ctypes.Structure):
-    """`MlpLora` in mlp.c."""
+    """`Lora` in layers.h."""
 
     _fields_ = (
         ("a", ctypes.c_void_p),
@@ -44,8 +45,8 @@ class _Lora(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class MlpProduct:
-    """One of the two products: a matrix, and the trained lora, if there is one."""
+class TrainedProduct:
+    """A product: a matrix, and the trained lora, if there is one."""
 
     matrix: PanelMatrix
     lora: SiteWeights | None = None
@@ -54,7 +55,7 @@ class MlpProduct:
     """Whether the lora's part is added to the product; else it is merged into the matrix."""
 
     @classmethod
-    def of(cls, linear: Linear, loras: NativeLoras) -> MlpProduct | None:
+    def of(cls, linear: Linear, loras: NativeLoras) -> TrainedProduct | None:
         """None where the kernel does not know such a matrix or lora."""
         matrix = linear.matrix if isinstance(linear, MergedLinear | SeparateLinear) else None
         if not isinstance(matrix, PanelMatrix) or not matrix.has_transpose:
@@ -81,7 +82,7 @@ class MlpProduct:
 class _LoraSums:
     """A product's lora as the kernel takes it, and its gradients in groups of rows; a forward has none."""
 
-    def __init__(self, loras: NativeLoras, product: MlpProduct, groups: int = 0) -> None:
+    def __init__(self, loras: NativeLoras, product: TrainedProduct, groups: int = 0) -> None:
         self._loras, self._lora = loras, product.lora
         self.struct: _Lora | None = None
         if product.lora is not None:
@@ -104,6 +105,125 @@ class _LoraSums:
         return [] if self._lora is None else self._loras.sum(self._found, borders, self._lora)
 
 
+@dataclass(frozen=True)
+class HeadSettings:
+    """What makes heads of a product [T, H·D], as `Operations.finish_heads` has it; cos and sin [T, 1, P]."""
+
+    bias: Tensor | None
+    norms: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    total_heads: int
+    rotated_heads: int
+    joint_heads: int
+
+
+class NativeHeads:
+    """From the rows of a layer to the heads that attend, as `TrainedHeads`."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        loras: NativeLoras,
+        product: TrainedProduct,
+        norm: Tensor | None,
+        heads: HeadSettings,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        """`product` [H·D, E]; `norm` [E]; heads, and what is kept of the product, are of `dtype`."""
+        self._kernels = kernels
+        self._loras = loras
+        self._product = product
+        self._norm = norm
+        self._heads = heads
+        self._eps = eps
+        self._dtype = dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], the product [T, H, D], and 1 / rms of its heads [T, R, 1]."""
+        rows, settings = len(x), self._heads
+        outputs = self._product.matrix.outputs
+        heads, kept = (x.new_empty(rows, settings.total_heads, self._dim, dtype=self._dtype) for _ in range(2))
+        inverse = None if self._norm is None else x.new_empty(rows, 1)
+        head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
+        row_kernels = self._kernels.libraries["rows"]
+        lora = _LoraSums(self._loras, self._product)
+        self._kernels.libraries["attention_inputs"].attention_inputs(
+            -(-rows // BLOCK_ROWS),
+            x.numel() * outputs,
+            rms_norm=row_kernels.rms_norm.address,
+            product=self._product.matrix.product_kernel.address,
+            add_lora=self._kernels.libraries["loras"].add_lora.address,
+            finish_heads=row_kernels.finish_heads.address,
+            **self._fields(lora, x.shape[1]),
+            x=x,
+            packed=self._product.matrix.panels,
+            rows=rows,
+            heads=heads,
+            kept=kept,
+            inverse=inverse,
+            head_inverse=head_inverse,
+        )
+        return heads, [inverse, kept, head_inverse]
+
+    def backward(
+        self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From grad [T, H, D] the gradient for x, if asked for, and those of the lora's matrices."""
+        inverse, kept, head_inverse = saved
+        borders, parts = _groups(len(x), 1)
+        groups = len(borders) - 1
+        lora = _LoraSums(self._loras, self._product, groups)
+        grad_x = torch.empty_like(x) if for_input else None
+        row_kernels = self._kernels.libraries["rows"]
+        transposed = self._product.transposed()
+        self._kernels.libraries["attention_inputs"].attention_inputs_backward(
+            groups,
+            x.numel() * self._product.matrix.outputs,
+            finish_heads_backward=row_kernels.finish_heads_backward.address,
+            rms_norm_again=row_kernels.rms_norm_again.address,
+            product=transposed.product_kernel.address,
+            rms_norm_backward=row_kernels.rms_norm_backward.address,
+            lora_gradient=self._kernels.libraries["loras"].lora_gradient.address,
+            **self._fields(lora, x.shape[1]),
+            borders=borders,
+            grad=grad.contiguous(),
+            x=x,
+            packed=transposed.panels,
+            kept=kept,
+            inverse=inverse,
+            head_inverse=head_inverse,
+            grad_x=grad_x,
+        )
+        return grad_x, lora.total(parts)
+
+    @property
+    def _dim(self) -> int:
+        return self._product.matrix.outputs // self._heads.total_heads
+
+    def _fields(self, lora: _LoraSums, hidden: int) -> dict[str, Field]:
+        """`Inputs` in attention_inputs.c."""
+        settings = self._heads
+        return {
+            "norm": self._norm,
+            "bias": settings.bias,
+            "head_norms": settings.norms,
+            "cos": settings.cos,
+            "sin": settings.sin,
+            "eps": self._eps,
+            "lora": lora.struct,
+            "hidden": hidden,
+            "total_heads": settings.total_heads,
+            "rotated_heads": settings.rotated_heads,
+            "joint_heads": settings.joint_heads,
+            "dim": self._dim,
+            "pairs": settings.cos.shape[-1],
+            "half": self._dtype == torch.bfloat16,
+        }
+
+
 class NativeMlp:
     """The MLP of one layer, as `TrainedMlp`."""
 
@@ -111,7 +231,7 @@ class NativeMlp:
         self,
         kernels: NativeKernels,
         loras: NativeLoras,
-        products: tuple[MlpProduct, MlpProduct],
+        products: tuple[TrainedProduct, TrainedProduct],
         norm: Tensor,
         *,
         eps: float,

@@ -1,0 +1,51 @@
+/* What the kernels of whole parts of a layer share: rows in blocks, numbers kept in bfloat16, and loras.
+
+   Rows pass through all of a part block by block, so that what lies between two of its steps stays in the second cache.
+   The steps are kernels of other files, called for one block after the other: a row's result is a function of that row
+   alone as theirs are. */
+
+#ifndef MINT_LAYERS
+#define MINT_LAYERS
+
+#include "calls.h"
+#include "lanes.h"
+
+#define BLOCK_ROWS 108 /* a multiple of the rows that `lora_gradient` adds up at a time, or its sums had another order */
+
+/* The lora of a product, as `LoraGradient` has it; found [groups, size], for the backward alone. */
+typedef struct {
+    const float *a, *const *bs;
+    const int64_t *widths;
+    int64_t parts, rank, size;
+    int64_t beside; /* 1: the product is that of the base, and the lora's part is added; 0: it is merged into the matrix */
+    double scale;
+    float *found;
+} Lora;
+
+/* From floats to bfloat16, and back; `count` is a multiple of 16. */
+INLINE void round_to_halves(const float *from, int64_t count, char *to) {
+    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
+}
+INLINE void widen(const char *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
+}
+
+/* What a lora beside its product adds to out [rows, outputs]. */
+INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t rows, int64_t inputs, int64_t outputs, const float *x,
+                    float *out) {
+    if (!lora || !lora->beside) return 0;
+    AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out};
+    return kernel(&own, 0, rows);
+}
+
+/* Adds to the gradients of a lora what some rows of a group give, and to grad_x, unless the lora is merged; `begins`: they
+   are its first. */
+INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t rows, int begins, const float *grad,
+                        const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
+    if (!lora) return 0;
+    LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
+                        !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size};
+    return kernel(&own, 0, 1);
+}
+
+#endif
