@@ -121,7 +121,7 @@ def test_one_kernel_gives_the_bits_of_the_operations_one_after_the_other(
     heads, saved = kernel.forward(x)
     expected, saved_in_turn = in_turn.forward(x)
     assert torch.equal(heads, expected)
-    for own, other in zip(saved, saved_in_turn, strict=True):
+    for own, other in zip(saved[:3], saved_in_turn, strict=True):
         assert (own is None) == (other is None)
         assert own is None or other is None or torch.equal(own, other.view_as(own))
     for for_input in (True, False):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import Field, NativeKernels
+from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.loras import NativeLoras, groups_of, places_of
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Int64
@@ -40,7 +40,29 @@ class _Lora(ctypes.Structure):
         ("size", Int64),
         ("beside", Int64),
         ("scale", ctypes.c_double),
+        ("down", ctypes.c_void_p),
         ("found", ctypes.c_void_p),
+    )
+
+
+class _Inputs(ctypes.Structure):
+    """`Inputs` in attention_inputs.c."""
+
+    _fields_ = (
+        ("norm", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("head_norms", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("eps", ctypes.c_double),
+        ("lora", ctypes.c_void_p),
+        ("hidden", Int64),
+        ("total_heads", Int64),
+        ("rotated_heads", Int64),
+        ("joint_heads", Int64),
+        ("dim", Int64),
+        ("pairs", Int64),
+        ("half", Int64),
     )
 
 
@@ -71,6 +93,11 @@ class TrainedProduct:
             found = cls(matrix)
         return found if found.lora is None or loras.fits(found.lora) else None
 
+    def room(self, rows: int) -> Tensor | None:
+        """For what the first matrix of a lora beside the product makes of so many rows, [T, ranks]: a backward needs
+        it again."""
+        return torch.empty(rows, len(self.lora.a)) if self.lora is not None and self.beside else None
+
     def transposed(self) -> PanelMatrix:
         """The transpose, which `of` has made sure of."""
         found = self.matrix.transposed()
@@ -82,7 +109,8 @@ class TrainedProduct:
 class _LoraSums:
     """A product's lora as the kernel takes it, and its gradients in groups of rows; a forward has none."""
 
-    def __init__(self, loras: NativeLoras, product: TrainedProduct, groups: int = 0) -> None:
+    def __init__(self, loras: NativeLoras, product: TrainedProduct, down: Tensor | None, groups: int = 0) -> None:
+        """`down` as `TrainedProduct.room` makes it; a forward writes it, and a backward reads it."""
         self._loras, self._lora = loras, product.lora
         self.struct: _Lora | None = None
         if product.lora is not None:
@@ -97,6 +125,7 @@ class _LoraSums:
                 size=self._found.shape[1],
                 beside=product.beside,
                 scale=product.scale,
+                down=_address(down),
                 found=self._found.data_ptr(),
             )
 
@@ -142,14 +171,16 @@ class NativeHeads:
         self._dtype = dtype
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], the product [T, H, D], and 1 / rms of its heads [T, R, 1]."""
+        """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], the product [T, H, D], 1 / rms of its heads [T, R, 1], and the
+        rows of the lora's first matrix."""
         rows, settings = len(x), self._heads
         outputs = self._product.matrix.outputs
         heads, kept = (x.new_empty(rows, settings.total_heads, self._dim, dtype=self._dtype) for _ in range(2))
         inverse = None if self._norm is None else x.new_empty(rows, 1)
         head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
         row_kernels = self._kernels.libraries["rows"]
-        lora = _LoraSums(self._loras, self._product)
+        down = self._product.room(rows)
+        lora = _LoraSums(self._loras, self._product, down)
         self._kernels.libraries["attention_inputs"].attention_inputs(
             -(-rows // BLOCK_ROWS),
             x.numel() * outputs,
@@ -157,7 +188,7 @@ class NativeHeads:
             product=self._product.matrix.product_kernel.address,
             add_lora=self._kernels.libraries["loras"].add_lora.address,
             finish_heads=row_kernels.finish_heads.address,
-            **self._fields(lora, x.shape[1]),
+            inputs=self._inputs(lora, x.shape[1]),
             x=x,
             packed=self._product.matrix.panels,
             rows=rows,
@@ -166,16 +197,16 @@ class NativeHeads:
             inverse=inverse,
             head_inverse=head_inverse,
         )
-        return heads, [inverse, kept, head_inverse]
+        return heads, [inverse, kept, head_inverse, down]
 
     def backward(
         self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """From grad [T, H, D] the gradient for x, if asked for, and those of the lora's matrices."""
-        inverse, kept, head_inverse = saved
+        inverse, kept, head_inverse, down = saved
         borders, parts = _groups(len(x), 1)
         groups = len(borders) - 1
-        lora = _LoraSums(self._loras, self._product, groups)
+        lora = _LoraSums(self._loras, self._product, down, groups)
         grad_x = torch.empty_like(x) if for_input else None
         row_kernels = self._kernels.libraries["rows"]
         transposed = self._product.transposed()
@@ -187,7 +218,7 @@ class NativeHeads:
             product=transposed.product_kernel.address,
             rms_norm_backward=row_kernels.rms_norm_backward.address,
             lora_gradient=self._kernels.libraries["loras"].lora_gradient.address,
-            **self._fields(lora, x.shape[1]),
+            inputs=self._inputs(lora, x.shape[1]),
             borders=borders,
             grad=grad.contiguous(),
             x=x,
@@ -203,25 +234,24 @@ class NativeHeads:
     def _dim(self) -> int:
         return self._product.matrix.outputs // self._heads.total_heads
 
-    def _fields(self, lora: _LoraSums, hidden: int) -> dict[str, Field]:
-        """`Inputs` in attention_inputs.c."""
+    def _inputs(self, lora: _LoraSums, hidden: int) -> _Inputs:
         settings = self._heads
-        return {
-            "norm": self._norm,
-            "bias": settings.bias,
-            "head_norms": settings.norms,
-            "cos": settings.cos,
-            "sin": settings.sin,
-            "eps": self._eps,
-            "lora": lora.struct,
-            "hidden": hidden,
-            "total_heads": settings.total_heads,
-            "rotated_heads": settings.rotated_heads,
-            "joint_heads": settings.joint_heads,
-            "dim": self._dim,
-            "pairs": settings.cos.shape[-1],
-            "half": self._dtype == torch.bfloat16,
-        }
+        return _Inputs(
+            norm=_address(self._norm),
+            bias=_address(settings.bias),
+            head_norms=_address(settings.norms),
+            cos=_address(settings.cos),
+            sin=_address(settings.sin),
+            eps=self._eps,
+            lora=None if lora.struct is None else ctypes.addressof(lora.struct),
+            hidden=hidden,
+            total_heads=settings.total_heads,
+            rotated_heads=settings.rotated_heads,
+            joint_heads=settings.joint_heads,
+            dim=self._dim,
+            pairs=settings.cos.shape[-1],
+            half=self._dtype == torch.bfloat16,
+        )
 
 
 class NativeMlp:
@@ -251,11 +281,13 @@ class NativeMlp:
         self._inner = self._down.matrix.inputs
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """[T, E] of x [T, E]; and 1 / rms(x) [T, 1] and the wide product [T, 2·I]."""
+        """[T, E] of x [T, E]; and 1 / rms(x) [T, 1], the wide product [T, 2·I], and the rows of the loras' first
+        matrices."""
         rows, hidden = x.shape
         out, inverse = torch.empty_like(x), x.new_empty(rows, 1)
         wide = x.new_empty(rows, 2 * self._inner, dtype=self._dtype)
-        gate_up_lora, down_lora = (_LoraSums(self._loras, own) for own in (self._gate_up, self._down))
+        rooms = [own.room(rows) for own in (self._gate_up, self._down)]
+        gate_up_lora, down_lora = self._lora_sums(rooms)
         row_kernels = self._kernels.libraries["rows"]
         self._kernels.libraries["mlp"].mlp_forward(
             -(-rows // BLOCK_ROWS),
@@ -280,17 +312,17 @@ class NativeMlp:
             inverse=inverse,
             wide=wide,
         )
-        return out, [inverse, wide]
+        return out, [inverse, wide, *rooms]
 
     def backward(
         self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """From grad [T, E] the gradient for x, if asked for, and those of the loras' matrices."""
-        inverse, wide = saved
+        inverse, wide, *rooms = saved
         rows, hidden = x.shape
         borders, parts = _groups(rows, self._parts)
         groups = len(borders) - 1
-        gate_up_lora, down_lora = (_LoraSums(self._loras, own, groups) for own in (self._gate_up, self._down))
+        gate_up_lora, down_lora = self._lora_sums(rooms, groups)
         grad_x = torch.empty_like(x) if for_input else None
         row_kernels = self._kernels.libraries["rows"]
         gate_up, down = self._gate_up.transposed(), self._down.transposed()
@@ -320,6 +352,18 @@ class NativeMlp:
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]
+
+    def _lora_sums(self, rooms: Sequence[Tensor | None], groups: int = 0) -> list[_LoraSums]:
+        products = self._gate_up, self._down
+        return [_LoraSums(self._loras, own, down, groups) for own, down in zip(products, rooms, strict=True)]
+
+
+def _address(x: Tensor | None) -> int | None:
+    if x is None:
+        return None
+    if not x.is_contiguous():
+        raise AssertionError("kernels read contiguous tensors")
+    return x.data_ptr()
 
 
 def _groups(rows: int, parts: int) -> tuple[np.ndarray, np.ndarray]:

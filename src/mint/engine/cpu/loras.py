@@ -33,7 +33,7 @@ class NativeLoras:
         return self._compiled and math.gcd(LANES, lora.a.shape[1], *map(len, lora.bs)) == LANES
 
     def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I]; all float32."""
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I] of float32 or bfloat16."""
         (count, inputs) = x.shape
         outputs = out.shape[1]
         rank = lora.bs[0].shape[1]
@@ -51,16 +51,19 @@ class NativeLoras:
             outputs=outputs,
             scale=scale,
             out=out,
+            down=None,
+            half=x.dtype == torch.bfloat16,
         )
 
     def gradient(
         self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None = None
     ) -> list[Tensor]:
-        """The gradients of `a` and the bs from grad [T, O] and x [T, I]; that of x is added to `grad_x` [T, I]."""
+        """The gradients of `a` and the bs from grad [T, O] and x [T, I] of float32 or bfloat16; that of x is added to
+        `grad_x` [T, I]."""
         (count, inputs) = x.shape
         outputs = grad.shape[1]
         rank = lora.bs[0].shape[1]
-        grad, x = grad.float().contiguous(), x.float().contiguous()
+        grad, x = grad.float().contiguous(), x.contiguous()
         groups = groups_of(count)
         found = self.room(groups, lora)
         places, widths = places_of(lora.bs)
@@ -82,6 +85,8 @@ class NativeLoras:
             scale=scale,
             grad_x=grad_x,
             found=found,
+            down=None,
+            half=x.dtype == torch.bfloat16,
         )
         return self.sum(found, np.array([0, groups]), lora)
 
@@ -137,6 +142,8 @@ def _is_compiled(kernel: Kernel) -> bool:
             outputs=0,
             scale=0.0,
             out=None,
+            down=None,
+            half=False,
         )
     except NotCompiledError:
         return False

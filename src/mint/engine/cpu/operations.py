@@ -169,7 +169,7 @@ class NativeOperations(CpuOperations):
     @override
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
         if self._loras.fits(lora):
-            self._loras.add(out, x.float(), lora, scale)
+            self._loras.add(out, x.contiguous(), lora, scale)
         else:
             super().add_lora(out, x, lora, scale)
 

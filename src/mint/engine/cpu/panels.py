@@ -117,18 +117,20 @@ class PanelMatrix:
         return self.products.unpack(self.panels)
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Matrix`. The rows are rounded if the panels are."""
+        """See `Matrix`. The rows are rounded if the panels are; then they may be rounded already."""
         out = torch.empty(len(x), self.outputs)
+        half = x.dtype == self.dtype == torch.bfloat16
         self.product_kernel(
             self.outputs // LANES,
             len(x) * self.outputs * self.inputs,
-            x=x.float().contiguous(),
+            x=(x if half else x.float()).contiguous(),
             packed=self.panels,
             rows=len(x),
             inputs=self.inputs,
             outputs=self.outputs,
             residual=None if residual is None else residual.contiguous(),
             out=out,
+            half=half,
         )
         return out
 
@@ -208,7 +210,7 @@ def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix |
 def is_compiled(product: Kernel) -> bool:
     """Whether a product is compiled for this processor, found by a call without rows."""
     try:
-        product(0, 0, x=None, packed=None, rows=0, inputs=LANES, outputs=LANES, residual=None, out=None)
+        product(0, 0, x=None, packed=None, rows=0, inputs=LANES, outputs=LANES, residual=None, out=None, half=False)
     except NotCompiledError:
         return False
     return True

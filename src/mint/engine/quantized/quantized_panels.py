@@ -96,6 +96,7 @@ class QuantizedPanels:
             outputs=self.outputs,
             residual=None if residual is None else residual.contiguous(),
             out=out,
+            half=False,
         )
         return out
 

@@ -18,7 +18,7 @@ typedef struct {
 
 typedef struct {
     Kernel *rms_norm, *product, *add_lora, *finish_heads;
-    Inputs inputs;
+    const Inputs *inputs;
     const float *x;        /* [T, E] */
     const int32_t *packed; /* panels */
     int64_t rows;
@@ -29,7 +29,7 @@ typedef struct {
 /* heads; and for the backward the product with its bias, `kept`, and 1 / rms of the rows and of their heads. For blocks
    `first` to `last` of BLOCK_ROWS rows. */
 int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
-    const Inputs *own = &in->inputs;
+    const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + outputs));
     if (!room) return 2;
@@ -49,7 +49,7 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
             code = in->rms_norm(&norm, 0, rows);
         }
         if (!code) code = in->product(&product, 0, outputs / PANEL);
-        if (!code) code = add_lora(in->add_lora, own->lora, rows, hidden, outputs, read, qkv);
+        if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, qkv);
         if (!code) code = in->finish_heads(&finish, 0, rows);
         if (own->half && !code) round_to_halves(qkv, rows * outputs, in->kept + start * outputs * bytes);
     }
@@ -59,7 +59,7 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
 
 typedef struct {
     Kernel *finish_heads_backward, *rms_norm_again, *product, *rms_norm_backward, *lora_gradient;
-    Inputs inputs;
+    const Inputs *inputs;
     const int64_t *borders; /* [groups + 1]: the rows at which each group begins, and the end */
     const char *grad;       /* [T, H, D], as `heads` */
     const float *x;
@@ -71,7 +71,7 @@ typedef struct {
 
 /* `rows` rows from `start` on; `room` [rows, 2 (E + H D)] is for what lies in between. */
 static int run_block(const InputsBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
-    const Inputs *own = &in->inputs;
+    const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     const float *x = in->x + start * hidden, *read = own->norm ? room : x;
     float *normed = room, *grad_normed = normed + rows * hidden, *grad_qkv = grad_normed + rows * hidden;
@@ -91,7 +91,7 @@ static int run_block(const InputsBackward *in, int64_t group, int64_t start, int
     }
     if (grad_x && !code) code = in->product(&product, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, own->lora, group, rows, start == in->borders[group], grad_qkv, read, hidden,
+        code = add_gradient(in->lora_gradient, own->lora, group, start, rows, start == in->borders[group], grad_qkv, read, hidden,
                             outputs, grad_x ? grad_normed : 0);
     if (code || !grad_x || !own->norm) return code;
     RmsNormBackward back = {grad_normed, x, in->inverse + start, own->norm, 0, hidden, grad_x};
@@ -100,8 +100,8 @@ static int run_block(const InputsBackward *in, int64_t group, int64_t start, int
 
 /* From grad the gradient for x, and the sums of each group for those of the lora. For groups `first` to `last`. */
 int attention_inputs_backward(const InputsBackward *in, int64_t first, int64_t last) {
-    const int64_t outputs = in->inputs.total_heads * in->inputs.dim;
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * 2 * (in->inputs.hidden + outputs));
+    const int64_t outputs = in->inputs->total_heads * in->inputs->dim;
+    float *room = malloc(sizeof(float) * BLOCK_ROWS * 2 * (in->inputs->hidden + outputs));
     if (!room) return 2;
     int code = 0;
     for (int64_t group = first; group < last; group++) {

@@ -16,6 +16,7 @@ typedef struct {
     int64_t rows, inputs, outputs;
     const float *residual;
     float *out;
+    int64_t half; /* whether x is bfloat16, which only products of bfloat16 take */
 } Product;
 
 typedef struct {
@@ -30,6 +31,8 @@ typedef struct {
     int64_t parts, rank, inputs, outputs;
     double scale;
     float *out;
+    float *down;  /* [T, parts * rank], or missing: scale * x times a, which `LoraGradient` may have back */
+    int64_t half; /* whether x is bfloat16 */
 } AddLora;
 
 typedef struct {
@@ -40,6 +43,8 @@ typedef struct {
     double scale;
     float *grad_x; /* [T, I], or missing */
     float *found;  /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
+    const float *down; /* as `AddLora` gave it; missing: it is computed again */
+    int64_t half;      /* whether x is bfloat16 */
 } LoraGradient;
 
 typedef struct {

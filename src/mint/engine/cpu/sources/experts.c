@@ -286,7 +286,7 @@ int add_expert_loras(const AddLoras *in, int64_t first, int64_t last) {
             if (!lora->a) continue;
             const float *bs[2] = {lora->bs[0] + e * lora->stride, lora->bs[1] + e * lora->stride};
             AddLora own = {in->x, lora->a + e * lora->stride, bs, in->widths, in->parts, lora->rank, in->inputs,
-                           in->outputs, lora->scale, in->out};
+                           in->outputs, lora->scale, in->out, 0};
             code = in->add(&own, p, end);
         }
     }
@@ -317,7 +317,7 @@ int add_lora_gradients(const AddLoraGradients *in, int64_t first, int64_t last) 
         const float *bs[2] = {lora->bs[0] + e * lora->stride, lora->bs[1] + e * lora->stride};
         LoraGradient own = {in->grad + start * in->outputs, in->x + start * in->inputs, lora->a + e * lora->stride, bs,
                             in->widths, rows, in->parts, lora->rank, in->inputs, in->outputs, 1, 0, lora->scale,
-                            in->grad_x ? in->grad_x + start * in->inputs : 0, found};
+                            in->grad_x ? in->grad_x + start * in->inputs : 0, found, 0};
         if (!rows) continue;
         code = in->gradient(&own, 0, 1);
         float *to = in->totals + e * lora->stride;

@@ -19,6 +19,7 @@ typedef struct {
     int64_t parts, rank, size;
     int64_t beside; /* 1: the product is that of the base, and the lora's part is added; 0: it is merged into the matrix */
     double scale;
+    float *down; /* [T, parts * rank], if it is beside: what its first matrix gives, kept for the backward */
     float *found;
 } Lora;
 
@@ -30,21 +31,23 @@ INLINE void widen(const char *from, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
 }
 
-/* What a lora beside its product adds to out [rows, outputs]. */
-INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t rows, int64_t inputs, int64_t outputs, const float *x,
-                    float *out) {
+/* What a lora beside its product adds to out [rows, outputs], rows from `start` on. */
+INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t rows, int64_t inputs, int64_t outputs,
+                    const float *x, float *out) {
     if (!lora || !lora->beside) return 0;
-    AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out};
+    AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out,
+                   lora->down + start * lora->parts * lora->rank};
     return kernel(&own, 0, rows);
 }
 
-/* Adds to the gradients of a lora what some rows of a group give, and to grad_x, unless the lora is merged; `begins`: they
-   are its first. */
-INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t rows, int begins, const float *grad,
-                        const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
+/* Adds to the gradients of a lora what rows of a group from `start` on give, and to grad_x, unless the lora is merged;
+   `begins`: they are the group's first. */
+INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t start, int64_t rows, int begins,
+                        const float *grad, const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
     if (!lora) return 0;
     LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
-                        !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size};
+                        !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size,
+                        lora->beside ? lora->down + start * lora->parts * lora->rank : 0};
     return kernel(&own, 0, 1);
 }
 

@@ -15,13 +15,22 @@
 #define WIDENED_ROWS 8
 #define PAIRED 16
 #define SPREAD 4
+#define PANELED_ROWS 3
+#define PANELED 8
 #else
 #define SQUEEZED(rows, wide) ((rows) == 1 ? 4 : 2)
 #define WIDENED_ROWS 4
 #define PAIRED 4
 #define SPREAD 1
+#define PANELED_ROWS 2
+#define PANELED 2
 #endif
 #define SQUEEZED_ROWS(rows) ((rows) == 1 ? 1 : SQUEEZED(4, 4) == 4 ? 4 : 2)
+
+/* From so many rows on, and up to so many inputs, the rows of a are turned into panels first: its sums then need no
+   vectors to be turned, which cost as much as 64 inputs, but a row of a panel is loaded for a few rows alone. */
+#define PANEL_ROWS 24
+#define PANEL_INPUTS 512
 
 /* Of `rows` rows of x [rows, I] and `wide` rows of a, the sums by lanes of their products, to found [rows, stride]. */
 INLINE void multiply_rows(const int rows, const int wide, const float *x, const float *const *a, int64_t inputs,
@@ -67,6 +76,68 @@ INLINE void squeeze(const int rows, const int wide, const float *x, const float 
     put(result, sum_rows(found));
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
+}
+
+/* The same sums for 16 ranks from a panel [I, 16] of a: each lane's, of 16 inputs apart, then those of all lanes in order. */
+INLINE void squeeze_panel(const int rows, const float *x, int64_t inputs, const float *panel, float scale, float *down,
+                          int64_t ranks, int64_t own) {
+    Vector all[PANELED_ROWS];
+    for (int first = 0; first < LANES; first += PANELED) {
+        Vector total[PANELED_ROWS][PANELED];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int k = 0; k < PANELED; k++) total[r][k] = zeros();
+        for (int64_t i = first; i < inputs; i += LANES)
+#pragma GCC unroll 8
+            for (int k = 0; k < PANELED; k++) {
+                Vector weight = loaded(panel + (i + k) * LANES);
+                HOLD(weight);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) total[r][k] = fused(same(x[r * inputs + i + k]), weight, total[r][k]);
+            }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int k = 0; k < PANELED; k++) all[r] = first + k ? added(all[r], total[r][k]) : total[r][k];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) put_first(down + r * ranks, scaled(all[r], same(scale)), own);
+}
+
+/* panels [ranks / 16, I, 16] of a [ranks, I]; places past its last row are zero. */
+static void turn_ranks(const float *a, int64_t ranks, int64_t inputs, float *panels) {
+    for (int64_t j = 0; j < ranks; j += LANES, panels += inputs * LANES) {
+        const int64_t whole = ranks - j < LANES ? 0 : inputs; /* inputs are a multiple of LANES */
+        for (int64_t i = 0; i < whole; i += LANES)
+            transpose((const int32_t *)(a + j * inputs + i), inputs, (int32_t *)(panels + i * LANES), LANES);
+        for (int64_t i = whole; i < inputs; i++)
+            for (int64_t k = 0; k < LANES; k++) panels[i * LANES + k] = j + k < ranks ? a[(j + k) * inputs + i] : 0;
+    }
+}
+
+/* down [rows, ranks] = scale * x [rows, I] times a [ranks, I], by its panels if they are there. */
+static void squeeze_rows(int64_t rows, const float *x, const float *a, const float *panels, int64_t ranks, int64_t inputs,
+                         float scale, float *down) {
+    int64_t r = 0;
+    if (panels)
+        for (int64_t j = 0; j < ranks; j += LANES) {
+            const float *panel = panels + j * inputs;
+            for (r = 0; r + PANELED_ROWS <= rows; r += PANELED_ROWS)
+                squeeze_panel(PANELED_ROWS, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks,
+                              ranks - j);
+            for (; r < rows; r++) squeeze_panel(1, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks,
+                              ranks - j);
+        }
+    else {
+        for (; r + 4 <= rows; r += 4)
+            for (int64_t j = 0; j < ranks; j += 4) squeeze(4, 4, x + r * inputs, a, j, ranks, inputs, down + r * ranks);
+        for (; r < rows; r++)
+            for (int64_t j = 0; j < ranks; j += LANES)
+                squeeze(1, LANES, x + r * inputs, a, j, ranks, inputs, down + r * ranks);
+        for (int64_t i = 0, all = rows * ranks; i < all; i += LANES)
+            put_first(down + i, scaled(loaded_first(down + i, all - i), same(scale)), all - i);
+    }
 }
 
 /* out [rows, 16 * wide outputs] += down [rows, rank] times columns [wide, rank, 16]. */
@@ -119,31 +190,39 @@ INLINE void turn(const float *b, int64_t rank, float *columns) {
         for (int i = 0; i < LANES; i++) columns[j * LANES + i] = b[i * rank + j];
 }
 
+typedef uint16_t PartHalves __attribute__((vector_size(2 * PART), aligned(2), may_alias));
+typedef uint32_t PartWords __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+
+/* Rows of x [T, I] from `start` on as floats: x itself, or a copy in `room` of what is bfloat16. */
+static const float *floats_of(const float *x, int64_t half, int64_t start, int64_t count, int64_t inputs, float *room) {
+    if (!half) return x + start * inputs;
+    const uint16_t *halves = (const uint16_t *)x + start * inputs;
+    for (int64_t i = 0; i < count * inputs; i += PART) /* inputs are a multiple of LANES */
+        *(PartWords *)(room + i) = __builtin_convertvector(*(const PartHalves *)(halves + i), PartWords) << 16;
+    return room;
+}
+
 /* out [T, O] += scale * x [T, I] times a [parts * rank, I] times the parts' b [their outputs, rank] side by side, for
    rows `first` to `last`. */
 int add_lora(const AddLora *in, int64_t first, int64_t last) {
-    const float *x = in->x, *a = in->a;
+    const float *a = in->a;
     const float *const *bs = in->bs;
     const int64_t *widths = in->widths;
     int64_t parts = in->parts, rank = in->rank, inputs = in->inputs, outputs = in->outputs;
     double scale = in->scale;
     float *out = in->out;
     int64_t ranks = parts * rank;
-    float *down = malloc(sizeof(float) * ranks * CHUNK), *columns = malloc(sizeof(float) * rank * SEGMENT);
-    if (!down || !columns) {
-        free(down);
-        free(columns);
-        return 2;
-    }
+    const int64_t places = last - first >= PANEL_ROWS && inputs <= PANEL_INPUTS ? (ranks + LANES - 1) / LANES * LANES : 0;
+    float *room = malloc(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + (in->half ? CHUNK * inputs : 0)));
+    if (!room) return 2;
+    float *panels = places ? room : 0, *squeezed = room + places * inputs, *columns = squeezed + ranks * CHUNK;
+    float *floats = columns + rank * SEGMENT;
+    if (panels) turn_ranks(a, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         int64_t count = last - start < CHUNK ? last - start : CHUNK, r = 0, at = start * outputs;
-        for (; r + 4 <= count; r += 4)
-            for (int64_t j = 0; j < ranks; j += 4)
-                squeeze(4, 4, x + (start + r) * inputs, a, j, ranks, inputs, down + r * ranks);
-        for (; r < count; r++)
-            for (int64_t j = 0; j < ranks; j += LANES)
-                squeeze(1, LANES, x + (start + r) * inputs, a, j, ranks, inputs, down + r * ranks);
-        for (int64_t i = 0; i < count * ranks; i++) down[i] *= (float)scale;
+        float *down = in->down ? in->down + start * ranks : squeezed;
+        const float *x = floats_of(in->x, in->half, start, count, inputs, floats);
+        squeeze_rows(count, x, a, panels, ranks, inputs, scale, down);
         for (int64_t part = 0; part < parts; at += widths[part++])
             for (int64_t o = 0, size; o < widths[part]; o += size) {
                 size = widths[part] - o < SEGMENT ? widths[part] - o : SEGMENT;
@@ -156,8 +235,7 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
                     widen_rows(1, own + r * ranks, ranks, columns, rank, to + r * outputs, outputs, size);
             }
     }
-    free(down);
-    free(columns);
+    free(room);
     return 0;
 }
 
@@ -215,25 +293,35 @@ static void add_pairs(const float *left, int64_t left_stride, const float *right
 /* What a block of rows needs: a and the bs in panels [ranks / 16, inputs or outputs, 16], and scale times the rows
    times each. */
 typedef struct {
-    int64_t wide, ranks; /* the rank as a multiple of 16, and that of all parts */
-    float *a, *b, *down, *grad_down;
+    int64_t wide, ranks;     /* the rank as a multiple of 16, and that of all parts */
+    float *a;                /* of all ranks side by side, or missing */
+    float *b, *squeezed;     /* `squeezed` [rows, parts * rank] */
+    float *down, *grad_down; /* [rows, ranks] */
+    float *floats;           /* [rows, inputs] for x in bfloat16 */
 } Turned;
 
 static void turn_parts(const LoraGradient *in, const Turned *turned) {
-    const int64_t rank = in->rank, inputs = in->inputs;
+    const int64_t rank = in->rank;
+    if (turned->a) turn_ranks(in->a, in->parts * rank, in->inputs, turned->a);
     for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++]) {
-        const float *a = in->a + part * rank * inputs, *b = in->bs[part];
-        float *to_a = turned->a + part * turned->wide * inputs, *to_b = turned->b + turned->wide * o;
-        for (int64_t j = 0; j < rank; j += LANES, to_a += inputs * LANES, to_b += in->widths[part] * LANES) {
-            const int64_t whole = rank - j < LANES ? 0 : inputs; /* inputs are a multiple of LANES */
-            for (int64_t i = 0; i < whole; i += LANES)
-                transpose((const int32_t *)(a + j * inputs + i), inputs, (int32_t *)(to_a + i * LANES), LANES);
-            for (int64_t i = whole; i < inputs; i++)
-                for (int64_t k = 0; k < LANES; k++) to_a[i * LANES + k] = j + k < rank ? a[(j + k) * inputs + i] : 0;
-            for (int64_t i = 0; i < in->widths[part]; i++)
-                put(to_b + i * LANES, loaded_first(b + i * rank + j, rank - j));
-        }
+        float *to = turned->b + turned->wide * o;
+        for (int64_t j = 0; j < rank; j += LANES)
+            for (int64_t i = 0; i < in->widths[part]; i++, to += LANES)
+                put(to, loaded_first(in->bs[part] + i * rank + j, rank - j));
     }
+}
+
+/* down [count, ranks] of rows from `start` on, which are `x`. */
+static void find_down(const LoraGradient *in, const Turned *turned, const float *x, int64_t start, int64_t count) {
+    const int64_t own = in->parts * in->rank;
+    const float *found = in->down ? in->down + start * own : turned->squeezed;
+    if (!in->down)
+        squeeze_rows(count, x, in->a, turned->a, own, in->inputs, in->scale, turned->squeezed);
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t part = 0; part < in->parts; part++)
+            for (int64_t j = 0; j < in->rank; j += LANES)
+                put(turned->down + r * turned->ranks + part * turned->wide + j,
+                    loaded_first(found + r * own + part * in->rank + j, in->rank - j));
 }
 
 /* grad_x [count, I] += grad_down times a. */
@@ -282,10 +370,10 @@ static void spread_rows(int64_t count, const LoraGradient *in, const Turned *tur
 static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *found) {
     const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
     const int64_t inputs = in->inputs, outputs = in->outputs;
-    const float *x = in->x + start * inputs, *grad = in->grad + start * outputs, scale = in->scale;
+    const float *x = floats_of(in->x, in->half, start, count, inputs, turned->floats);
+    const float *grad = in->grad + start * outputs, scale = in->scale;
     float *down = turned->down, *grad_down = turned->grad_down, *grad_b = found + in->parts * rank * inputs;
-    for (int64_t j = 0; j < ranks; j += LANES)
-        narrow_rows(count, x, inputs, inputs, turned->a + j * inputs, scale, down + j, ranks);
+    find_down(in, turned, x, start, count);
     for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++])
         for (int64_t j = 0; j < wide; j += LANES)
             narrow_rows(count, grad + o, outputs, in->widths[part], turned->b + wide * o + j * in->widths[part], scale,
@@ -307,10 +395,13 @@ static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t s
 int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t wide = (in->rank + LANES - 1) / LANES * LANES, ranks = in->parts * wide;
     const int64_t size = in->rank * (in->parts * in->inputs + in->outputs);
-    float *room = malloc(sizeof(float) * (ranks * in->inputs + wide * in->outputs + 2 * BLOCK * ranks));
+    const int64_t panels = !in->down && in->rows >= PANEL_ROWS && in->inputs <= PANEL_INPUTS ? ranks * in->inputs : 0;
+    const int64_t floats = in->half ? BLOCK * in->inputs : 0;
+    float *room = malloc(sizeof(float) * (panels + wide * in->outputs + 3 * BLOCK * ranks + floats));
     if (!room) return 2;
-    float *b = room + ranks * in->inputs, *down = b + wide * in->outputs;
-    const Turned turned = {wide, ranks, room, b, down, down + BLOCK * ranks};
+    float *b = room + panels, *squeezed = b + wide * in->outputs, *down = squeezed + BLOCK * ranks;
+    const Turned turned = {wide, ranks, panels ? room : 0, b, squeezed, down, down + BLOCK * ranks,
+                           down + 2 * BLOCK * ranks};
     turn_parts(in, &turned);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;

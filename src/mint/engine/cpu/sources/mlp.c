@@ -37,10 +37,10 @@ int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
         Product down = {between, in->down, rows, inner, hidden, in->adds ? x : 0, out};
         code = in->norm(&norm, 0, rows);
         if (!code) code = in->product(&gate_up, 0, 2 * inner / PANEL);
-        if (!code) code = add_lora(in->add_lora, in->gate_up_lora, rows, hidden, 2 * inner, normed, wide);
+        if (!code) code = add_lora(in->add_lora, in->gate_up_lora, start, rows, hidden, 2 * inner, normed, wide);
         if (!code) code = in->swiglu(&swiglu, 0, rows);
         if (!code) code = in->product(&down, 0, hidden / PANEL);
-        if (!code) code = add_lora(in->add_lora, in->down_lora, rows, inner, hidden, between, out);
+        if (!code) code = add_lora(in->add_lora, in->down_lora, start, rows, inner, hidden, between, out);
         if (in->half && !code) round_to_halves(wide, rows * 2 * inner, in->wide + start * 2 * inner * 2);
     }
     free(room);
@@ -60,7 +60,7 @@ typedef struct {
 
 /* The inner gradient: that for `between` [rows, I], the product that `down` reads, and from it the one for the wide product.
    A lora beside `down` adds to the former, so `between` itself is computed before it; else both come from one sigmoid. */
-static int run_inner(const MlpBackward *in, int64_t group, int64_t rows, int begins, const float *grad, const float *wide,
+static int run_inner(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, int begins, const float *grad, const float *wide,
                      float *between, float *wide_grad) {
     const int64_t hidden = in->hidden, inner = in->inner;
     Product down = {grad, in->down, rows, hidden, inner, 0, between};
@@ -71,12 +71,12 @@ static int run_inner(const MlpBackward *in, int64_t group, int64_t rows, int beg
         Swiglu swiglu = {wide, inner, 0, again};
         if (!code) code = in->swiglu(&swiglu, 0, rows);
         if (!code)
-            code = add_gradient(in->lora_gradient, in->down_lora, group, rows, begins, grad, again, inner, hidden, between);
+            code = add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, again, inner, hidden, between);
         return code ? code : in->swiglu_gradient(&gradient, 0, rows);
     }
     if (!code) code = in->swiglu_gradient(&gradient, 0, rows);
     return code ? code
-                : add_gradient(in->lora_gradient, in->down_lora, group, rows, begins, grad, between, inner, hidden, 0);
+                : add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, between, inner, hidden, 0);
 }
 
 /* `rows` rows from `start` on; `room` [rows, 2E + 5I] is for what lies in between. */
@@ -90,11 +90,11 @@ static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_
     if (in->half) widen(in->wide + start * 2 * inner * 2, rows * 2 * inner, floats);
     RmsNormAgain norm = {x, inverse, in->weight, hidden, normed};
     Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed};
-    int code = run_inner(in, group, rows, begins, grad, wide, between, wide_grad);
+    int code = run_inner(in, group, start, rows, begins, grad, wide, between, wide_grad);
     if (!code) code = in->norm(&norm, 0, rows);
     if (!code && in->grad_x) code = in->product(&gate_up, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, rows, begins, wide_grad, normed, hidden, 2 * inner,
+        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, start, rows, begins, wide_grad, normed, hidden, 2 * inner,
                             in->grad_x ? grad_normed : 0);
     if (code || !in->grad_x) return code;
     RmsNormBackward back = {grad_normed, x, inverse, in->weight, in->adds ? grad : 0, hidden, in->grad_x + start * hidden};
