@@ -127,6 +127,7 @@ def plan_memory(
         kv_cache = fitting_bytes(config, operations.dtype, sequences=sequences, free_bytes=free)
     row_bytes = bytes_per_row(config, operations.dtype)
     budget = activation_budget(operations, memory_bytes=memory_bytes, base_bytes=loaded)
+    down = _down_bytes(config, operations, lora, quantization)
     rows = micro_batch_rows or fit_rows(row_bytes, budget, least=MIN_ROWS, most=operations.max_rows)
     return MemoryPlan(
         context=context,
@@ -137,8 +138,10 @@ def plan_memory(
         kv_token=page_bytes(config, operations.dtype) // PAGE_POSITIONS,
         state=0 if net is None else len(net.layers) * net.state_entries * 4,
         kv_cache=kv_cache,
-        kept=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=False),
-        recomputed=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=True),
+        kept=PASS_VECTORS * vector + context * sum(down) + pass_bytes(config, operations, context, recompute=False),
+        recomputed=PASS_VECTORS * vector
+        + context * max(down)
+        + pass_bytes(config, operations, context, recompute=True),
         offloaded=PASS_VECTORS * vector + pass_bytes(config, operations, context, recompute=True, offload=True),
         host=context * input_bytes(config),
         prompt=prompt_bytes(config, operations.dtype, context, limits.prefill_tokens),
@@ -204,6 +207,21 @@ def _merged_bytes(
         return 0
     trained = [site for site in list_sites(config, lora) if site.name != UNEMBED and ".experts." not in site.name]
     return (2 + PUBLISHED_COPIES) * sum(4 * site.inputs * sum(site.outputs) for site in trained)
+
+
+def _down_bytes(
+    config: DecoderConfig, operations: Operations, lora: LoraSpec, quantization: Quantization | None
+) -> list[int]:
+    """For each layer what it keeps of one row beside `layer_row_bytes`: what the first matrices of loras beside their
+    products give, where the kernels in C compute a whole part of a layer."""
+    found = [0] * config.num_hidden_layers
+    if quantization is not None or operations.instructions is None or _merges(config, operations):
+        return found
+    for site in list_sites(config, lora):
+        layer, _, part = site.name.partition(".")
+        if part in ("qkv", "gate_up", "down"):
+            found[int(layer)] += 4 * lora.rank * len(site.outputs)
+    return found
 
 
 def _merges(config: DecoderConfig, operations: Operations) -> bool:
