@@ -40,14 +40,23 @@ INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t row
     return kernel(&own, 0, rows);
 }
 
-/* Adds to the gradients of a lora what rows of a group from `start` on give, and to grad_x, unless the lora is merged;
-   `begins`: they are the group's first. */
+/* Adds to the gradients of a lora what rows of a group from `start` on give, and to grad_x, if it is there, unless the lora
+   is merged; `begins`: they are the group's first. */
 INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t start, int64_t rows, int begins,
                         const float *grad, const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
     if (!lora) return 0;
     LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
                         !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size,
                         lora->beside ? lora->down + start * lora->parts * lora->rank : 0};
+    return kernel(&own, 0, 1);
+}
+
+/* The latter alone, without the rows x. */
+INLINE int spread_gradient(Kernel *kernel, const Lora *lora, int64_t rows, const float *grad, int64_t inputs,
+                           int64_t outputs, float *grad_x) {
+    if (!lora || !lora->beside) return 0;
+    LoraGradient own = {grad, 0, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1, 1,
+                        lora->scale, grad_x, 0, 0, 0};
     return kernel(&own, 0, 1);
 }
 

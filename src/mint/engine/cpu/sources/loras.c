@@ -244,14 +244,14 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
 
 /* Gradients of a lora. Sums over rows are those of blocks in order, blocks being those of a group, whatever the thread.
 
-   out [rows, 16] = scale * x [rows, count] times a panel [count, 16]. */
-INLINE void narrow(const int rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
-                   float *out, int64_t ranks) {
+   out [rows, 16] = scale * x [rows, count] times a panel [count, 16], whose rows are `apart`. */
+INLINE void narrow(const int rows, const float *x, int64_t stride, int64_t count, const float *panel, int64_t apart,
+                   float scale, float *out, int64_t ranks) {
     Vector total[ROWS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) total[r] = zeros();
     for (int64_t i = 0; i < count; i++) {
-        Vector weight = loaded(panel + i * LANES);
+        Vector weight = loaded(panel + i * apart);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) total[r] = fused(same(x[r * stride + i]), weight, total[r]);
     }
@@ -259,13 +259,13 @@ INLINE void narrow(const int rows, const float *x, int64_t stride, int64_t count
     for (int r = 0; r < rows; r++) put(out + r * ranks, scaled(total[r], same(scale)));
 }
 
-static void narrow_rows(int64_t rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
-                        float *out, int64_t ranks) {
+static void narrow_rows(int64_t rows, const float *x, int64_t stride, int64_t count, const float *panel, int64_t apart,
+                        float scale, float *out, int64_t ranks) {
     int64_t r = 0;
     for (; r + ROWS <= rows; r += ROWS)
-        narrow(ROWS, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
-    for (; r + 2 <= rows; r += 2) narrow(2, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
-    if (r < rows) narrow(1, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
+        narrow(ROWS, x + r * stride, stride, count, panel, apart, scale, out + r * ranks, ranks);
+    for (; r + 2 <= rows; r += 2) narrow(2, x + r * stride, stride, count, panel, apart, scale, out + r * ranks, ranks);
+    if (r < rows) narrow(1, x + r * stride, stride, count, panel, apart, scale, out + r * ranks, ranks);
 }
 
 /* out [`places` of 16, the first `own` of 16 lanes] += left [rows, 16]^T times right [rows, 16]. */
@@ -291,11 +291,11 @@ static void add_pairs(const float *left, int64_t left_stride, const float *right
 }
 
 /* What a block of rows needs: a and the bs in panels [ranks / 16, inputs or outputs, 16], and scale times the rows
-   times each. */
+   times each. The bs of a rank of whole panels are read as they are. */
 typedef struct {
     int64_t wide, ranks;     /* the rank as a multiple of 16, and that of all parts */
-    float *a;                /* of all ranks side by side, or missing */
-    float *b, *squeezed;     /* `squeezed` [rows, parts * rank] */
+    float *a, *b;            /* or missing; a of all ranks side by side */
+    float *squeezed;         /* [rows, parts * rank] */
     float *down, *grad_down; /* [rows, ranks] */
     float *floats;           /* [rows, inputs] for x in bfloat16 */
 } Turned;
@@ -303,7 +303,7 @@ typedef struct {
 static void turn_parts(const LoraGradient *in, const Turned *turned) {
     const int64_t rank = in->rank;
     if (turned->a) turn_ranks(in->a, in->parts * rank, in->inputs, turned->a);
-    for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++]) {
+    for (int64_t part = 0, o = 0; part < in->parts && turned->b; o += in->widths[part++]) {
         float *to = turned->b + turned->wide * o;
         for (int64_t j = 0; j < rank; j += LANES)
             for (int64_t i = 0; i < in->widths[part]; i++, to += LANES)
@@ -366,19 +366,28 @@ static void spread_rows(int64_t count, const LoraGradient *in, const Turned *tur
     }
 }
 
+/* grad_down [count, ranks] = scale * grad of rows from `start` on times the bs. */
+static void find_grad_down(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count) {
+    const float *grad = in->grad + start * in->outputs;
+    for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++])
+        for (int64_t j = 0; j < turned->wide; j += LANES) {
+            const float *panel = turned->b ? turned->b + turned->wide * o + j * in->widths[part] : in->bs[part] + j;
+            narrow_rows(count, grad + o, in->outputs, in->widths[part], panel, turned->b ? LANES : in->rank, in->scale,
+                        turned->grad_down + part * turned->wide + j, turned->ranks);
+        }
+}
+
 /* Rows `start` to `start + count`, added to `found`. */
 static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *found) {
     const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
     const int64_t inputs = in->inputs, outputs = in->outputs;
-    const float *x = floats_of(in->x, in->half, start, count, inputs, turned->floats);
-    const float *grad = in->grad + start * outputs, scale = in->scale;
+    const float *grad = in->grad + start * outputs;
     float *down = turned->down, *grad_down = turned->grad_down, *grad_b = found + in->parts * rank * inputs;
-    find_down(in, turned, x, start, count);
-    for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++])
-        for (int64_t j = 0; j < wide; j += LANES)
-            narrow_rows(count, grad + o, outputs, in->widths[part], turned->b + wide * o + j * in->widths[part], scale,
-                        grad_down + part * wide + j, ranks);
+    find_grad_down(in, turned, start, count);
     if (in->grad_x) spread_rows(count, in, turned, in->grad_x + start * inputs);
+    if (!in->x) return;
+    const float *x = floats_of(in->x, in->half, start, count, inputs, turned->floats);
+    find_down(in, turned, x, start, count);
     for (int64_t i = 0; i < inputs; i += LANES)
         for (int64_t part = 0; part < in->parts; part++)
             for (int64_t j = 0; j < rank; j += LANES)
@@ -391,21 +400,23 @@ static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t s
                           rank - j);
 }
 
-/* The gradients of a lora from grad [T, O] for the product of x [T, I], of the rows of groups `first` to `last`. */
+/* The gradients of a lora from grad [T, O] for the product of x [T, I], of the rows of groups `first` to `last`. Without x,
+   that for x alone. */
 int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t wide = (in->rank + LANES - 1) / LANES * LANES, ranks = in->parts * wide;
     const int64_t size = in->rank * (in->parts * in->inputs + in->outputs);
-    const int64_t panels = !in->down && in->rows >= PANEL_ROWS && in->inputs <= PANEL_INPUTS ? ranks * in->inputs : 0;
+    const int64_t is_short = !in->x || in->down || in->rows < PANEL_ROWS || in->inputs > PANEL_INPUTS;
+    const int64_t panels = is_short ? 0 : ranks * in->inputs, bs = in->rank % LANES ? wide * in->outputs : 0;
     const int64_t floats = in->half ? BLOCK * in->inputs : 0;
-    float *room = malloc(sizeof(float) * (panels + wide * in->outputs + 3 * BLOCK * ranks + floats));
+    float *room = malloc(sizeof(float) * (panels + bs + 3 * BLOCK * ranks + floats));
     if (!room) return 2;
-    float *b = room + panels, *squeezed = b + wide * in->outputs, *down = squeezed + BLOCK * ranks;
-    const Turned turned = {wide, ranks, panels ? room : 0, b, squeezed, down, down + BLOCK * ranks,
+    float *b = room + panels, *squeezed = b + bs, *down = squeezed + BLOCK * ranks;
+    const Turned turned = {wide, ranks, panels ? room : 0, bs ? b : 0, squeezed, down, down + BLOCK * ranks,
                            down + 2 * BLOCK * ranks};
     turn_parts(in, &turned);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;
-        if (!in->adds) memset(found, 0, sizeof(float) * size);
+        if (in->x && !in->adds) memset(found, 0, sizeof(float) * size);
         int64_t end = in->rows * (group + 1) / in->groups;
         for (int64_t start = in->rows * group / in->groups; start < end; start += BLOCK)
             add_gradient(in, &turned, start, end - start < BLOCK ? end - start : BLOCK, found);

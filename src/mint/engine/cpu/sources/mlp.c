@@ -48,7 +48,7 @@ int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
 }
 
 typedef struct {
-    Kernel *product, *swiglu, *swiglu_gradient, *norm, *norm_backward, *lora_gradient;
+    Kernel *product, *swiglu, *norm, *norm_backward, *lora_gradient;
     const int64_t *borders; /* [groups + 1]: the rows at which each group begins, and the end */
     const float *grad, *x, *weight, *inverse;
     const char *wide;              /* as `MlpForward` has it */
@@ -57,27 +57,6 @@ typedef struct {
     int64_t hidden, inner, adds, half;
     float *grad_x; /* [T, E], or missing */
 } MlpBackward;
-
-/* The inner gradient: that for `between` [rows, I], the product that `down` reads, and from it the one for the wide product.
-   A lora beside `down` adds to the former, so `between` itself is computed before it; else both come from one sigmoid. */
-static int run_inner(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, int begins, const float *grad, const float *wide,
-                     float *between, float *wide_grad) {
-    const int64_t hidden = in->hidden, inner = in->inner;
-    Product down = {grad, in->down, rows, hidden, inner, 0, between};
-    SwigluGradient gradient = {between, wide, inner, between, wide_grad};
-    int code = in->product(&down, 0, inner / PANEL);
-    if (in->down_lora && in->down_lora->beside) {
-        float *again = wide_grad; /* free until its gradient is written */
-        Swiglu swiglu = {wide, inner, 0, again};
-        if (!code) code = in->swiglu(&swiglu, 0, rows);
-        if (!code)
-            code = add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, again, inner, hidden, between);
-        return code ? code : in->swiglu_gradient(&gradient, 0, rows);
-    }
-    if (!code) code = in->swiglu_gradient(&gradient, 0, rows);
-    return code ? code
-                : add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, between, inner, hidden, 0);
-}
 
 /* `rows` rows from `start` on; `room` [rows, 2E + 5I] is for what lies in between. */
 static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
@@ -88,9 +67,16 @@ static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_
     float *wide_grad = between + rows * inner, *floats = wide_grad + rows * 2 * inner;
     const float *wide = in->half ? floats : (const float *)in->wide + start * 2 * inner;
     if (in->half) widen(in->wide + start * 2 * inner * 2, rows * 2 * inner, floats);
+    Product down = {grad, in->down, rows, hidden, inner, 0, between};
+    SwigluGradient swiglu = {between, wide, inner, between, wide_grad};
     RmsNormAgain norm = {x, inverse, in->weight, hidden, normed};
     Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed};
-    int code = run_inner(in, group, start, rows, begins, grad, wide, between, wide_grad);
+    /* `between` is the gradient for what `down` reads, and after SwiGLU what it read */
+    int code = in->product(&down, 0, inner / PANEL);
+    if (!code) code = spread_gradient(in->lora_gradient, in->down_lora, rows, grad, inner, hidden, between);
+    if (!code) code = in->swiglu(&swiglu, 0, rows);
+    if (!code)
+        code = add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, between, inner, hidden, 0);
     if (!code) code = in->norm(&norm, 0, rows);
     if (!code && in->grad_x) code = in->product(&gate_up, 0, hidden / PANEL);
     if (!code)
