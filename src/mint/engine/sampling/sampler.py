@@ -100,6 +100,9 @@ class Sampler:
         self._order = np.zeros(0, np.int64)
         self._ended = False  # whether the order has ended rows
         self._step: DecodeStep | None = None
+        self._drawing: DrawingStep | None = (
+            None  # the step, if it draws; to ask at each token costs more than the token
+        )
         self._pending: PendingDraw | None = None  # one more token of each row that has not ended
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
@@ -608,8 +611,8 @@ class Sampler:
 
     def _decode(self) -> None:
         """Decodes one token in every row."""
-        sequences = self._sequences
-        if self._step is None or not self._step.fits(self._positions()):
+        sequences, positions = self._sequences, self._positions()
+        if self._step is None or not self._step.fits(positions):
             self._extend_rows()
             slots = self._order
             if not len(slots):
@@ -618,14 +621,16 @@ class Sampler:
             table, fronts = sequences.pages[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
             states = np.where(own["ended"], -1, own["state"])
+            positions = self._positions()
             self._step = self._memory.steps.open(
-                table, fronts, self._positions(), self._loras, earlier=self._step, states=states
+                table, fronts, positions, self._loras, earlier=self._step, states=states
             )
+            self._drawing = self._step if isinstance(self._step, DrawingStep) else None
         slots = self._order
-        if isinstance(self._step, DrawingStep) and _draws_alone(sequences.of[slots]):
-            self._draw_ahead(self._step)
+        if self._drawing is not None and _draws_alone(sequences.of[slots]):
+            self._draw_ahead(self._drawing)
             return
-        logits = self._step.run(sequences.of["last"][slots], self._positions())
+        logits = self._step.run(sequences.of["last"][slots], positions)
         self._collect(self._with_masks(np.flatnonzero(~sequences.of["ended"][slots])), slots, logits)
 
     def _draw_ahead(self, step: DrawingStep) -> None:
