@@ -343,7 +343,9 @@ class NativeOperations(CpuOperations):
     @override
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out)
+        self._swiglu(
+            len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out, kept=None
+        )
         return out
 
     @override

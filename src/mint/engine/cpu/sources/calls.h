@@ -70,11 +70,13 @@ typedef struct {
     const float *wide;
     int64_t inner, gelu;
     float *out;
+    char *kept; /* [T, 2I], or missing: `wide` in bfloat16 */
 } Swiglu;
 
 typedef struct {
-    const float *grad, *wide;
-    int64_t inner;
+    const float *grad;
+    const char *wide; /* float, or bfloat16 if `half` */
+    int64_t inner, half;
     float *out, *wide_out;
 } SwigluGradient;
 

@@ -33,7 +33,7 @@ int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
         float *wide = in->half ? unrounded : (float *)in->wide + start * 2 * inner, *out = in->out + start * hidden;
         RmsNorm norm = {x, in->weight, 0, in->eps, hidden, normed, in->inverse + start};
         Product gate_up = {normed, in->gate_up, rows, hidden, 2 * inner, 0, wide};
-        Swiglu swiglu = {wide, inner, 0, between};
+        Swiglu swiglu = {wide, inner, 0, between, in->half ? in->wide + start * 2 * inner * 2 : 0};
         Product down = {between, in->down, rows, inner, hidden, in->adds ? x : 0, out};
         code = in->norm(&norm, 0, rows);
         if (!code) code = in->product(&gate_up, 0, 2 * inner / PANEL);
@@ -41,7 +41,6 @@ int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
         if (!code) code = in->swiglu(&swiglu, 0, rows);
         if (!code) code = in->product(&down, 0, hidden / PANEL);
         if (!code) code = add_lora(in->add_lora, in->down_lora, start, rows, inner, hidden, between, out);
-        if (in->half && !code) round_to_halves(wide, rows * 2 * inner, in->wide + start * 2 * inner * 2);
     }
     free(room);
     return code;
@@ -58,17 +57,16 @@ typedef struct {
     float *grad_x; /* [T, E], or missing */
 } MlpBackward;
 
-/* `rows` rows from `start` on; `room` [rows, 2E + 5I] is for what lies in between. */
+/* `rows` rows from `start` on; `room` [rows, 2E + 3I] is for what lies in between. */
 static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
     const int64_t hidden = in->hidden, inner = in->inner;
     const int begins = start == in->borders[group];
     const float *grad = in->grad + start * hidden, *x = in->x + start * hidden, *inverse = in->inverse + start;
     float *normed = room, *grad_normed = normed + rows * hidden, *between = grad_normed + rows * hidden;
-    float *wide_grad = between + rows * inner, *floats = wide_grad + rows * 2 * inner;
-    const float *wide = in->half ? floats : (const float *)in->wide + start * 2 * inner;
-    if (in->half) widen(in->wide + start * 2 * inner * 2, rows * 2 * inner, floats);
+    float *wide_grad = between + rows * inner;
+    const char *wide = in->wide + start * 2 * inner * (in->half ? 2 : 4);
     Product down = {grad, in->down, rows, hidden, inner, 0, between};
-    SwigluGradient swiglu = {between, wide, inner, between, wide_grad};
+    SwigluGradient swiglu = {between, wide, inner, in->half, between, wide_grad};
     RmsNormAgain norm = {x, inverse, in->weight, hidden, normed};
     Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed};
     /* `between` is the gradient for what `down` reads, and after SwiGLU what it read */
@@ -90,7 +88,7 @@ static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_
 /* From grad [T, E] grad_x [T, E], and the sums of each group for the gradients of the loras. For groups `first` to
    `last`. */
 int mlp_backward(const MlpBackward *in, int64_t first, int64_t last) {
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (2 * in->hidden + (in->half ? 5 : 3) * in->inner));
+    float *room = malloc(sizeof(float) * BLOCK_ROWS * (2 * in->hidden + 3 * in->inner));
     if (!room) return 2;
     int code = 0;
     for (int64_t group = first; group < last; group++) {

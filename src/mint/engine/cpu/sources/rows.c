@@ -108,7 +108,7 @@ INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
     return x * ((float)(2 * 0.7978845608028654) + cubic);
 }
 
-/* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]. */
+/* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]; that may be kept in bfloat16. */
 int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     const float *wide = in->wide;
     int64_t inner = in->inner;
@@ -118,6 +118,10 @@ int swiglu(const Swiglu *in, int64_t first, int64_t last) {
             vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
             vf rest, slope;
             *(vf *)(out + t * inner + i) = gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up;
+            if (in->kept) {
+                store(in->kept, t * 2 * inner + i, gate, 1);
+                store(in->kept, t * 2 * inner + inner + i, up, 1);
+            }
         }
     return 0;
 }
@@ -151,10 +155,11 @@ int swiglu_gradient(const SwigluGradient *in, int64_t first, int64_t last) {
     const int64_t inner = in->inner;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
-            const float *own = in->wide + t * 2 * inner + i;
-            vf gate = *(const vf *)own, up = *(const vf *)(own + inner), slope = *(const vf *)(in->grad + t * inner + i);
+            const int64_t at = t * 2 * inner + i;
+            vf gate = load(in->wide, at, in->half), up = load(in->wide, at + inner, in->half);
+            vf slope = *(const vf *)(in->grad + t * inner + i);
             vf rest, share = sigmoid(gate, &rest);
-            float *to = in->wide_out + t * 2 * inner + i;
+            float *to = in->wide_out + at;
             *(vf *)to = slope * up * share * (1.0f + gate * rest);
             *(vf *)(to + inner) = slope * gate * share;
             *(vf *)(in->out + t * inner + i) = gate * share * up;
