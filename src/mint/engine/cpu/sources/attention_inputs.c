@@ -91,8 +91,8 @@ static int run_block(const InputsBackward *in, int64_t group, int64_t start, int
     }
     if (grad_x && !code) code = in->product(&product, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, own->lora, group, start, rows, start == in->borders[group], grad_qkv, read, hidden,
-                            outputs, grad_x ? grad_normed : 0);
+        code = add_gradient(in->lora_gradient, own->lora, group, start, rows, start == in->borders[group], grad_qkv, read,
+                            hidden, outputs, grad_x ? grad_normed : 0);
     if (code || !grad_x || !own->norm) return code;
     RmsNormBackward back = {grad_normed, x, in->inverse + start, own->norm, 0, hidden, grad_x};
     return in->rms_norm_backward(&back, 0, rows);

@@ -27,8 +27,9 @@
 #endif
 #define SQUEEZED_ROWS(rows) ((rows) == 1 ? 1 : SQUEEZED(4, 4) == 4 ? 4 : 2)
 
-/* From so many rows on, and up to so many inputs, the rows of a are turned into panels first: its sums then need no
-   vectors to be turned, which cost as much as 64 inputs, but a row of a panel is loaded for a few rows alone. */
+/* From so many rows on, and up to so many inputs, the rows of a are turned into panels first. No sums are turned then,
+   which costs as much as 64 inputs of 16 ranks; but a panel that is larger than the first cache is read for a few rows
+   alone. */
 #define PANEL_ROWS 24
 #define PANEL_INPUTS 512
 
@@ -78,7 +79,8 @@ INLINE void squeeze(const int rows, const int wide, const float *x, const float 
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
 }
 
-/* The same sums for 16 ranks from a panel [I, 16] of a: each lane's, of 16 inputs apart, then those of all lanes in order. */
+/* The same sums for 16 ranks from a panel [I, 16] of a: of every 16th input first, as in a lane, then of the lanes in
+   order; down of the first `own` ranks. */
 INLINE void squeeze_panel(const int rows, const float *x, int64_t inputs, const float *panel, float scale, float *down,
                           int64_t ranks, int64_t own) {
     Vector all[PANELED_ROWS];
@@ -124,10 +126,9 @@ static void squeeze_rows(int64_t rows, const float *x, const float *a, const flo
         for (int64_t j = 0; j < ranks; j += LANES) {
             const float *panel = panels + j * inputs;
             for (r = 0; r + PANELED_ROWS <= rows; r += PANELED_ROWS)
-                squeeze_panel(PANELED_ROWS, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks,
-                              ranks - j);
-            for (; r < rows; r++) squeeze_panel(1, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks,
-                              ranks - j);
+                squeeze_panel(PANELED_ROWS, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks, ranks - j);
+            for (; r < rows; r++)
+                squeeze_panel(1, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks, ranks - j);
         }
     else {
         for (; r + 4 <= rows; r += 4)
@@ -213,7 +214,8 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     float *out = in->out;
     int64_t ranks = parts * rank;
     const int64_t places = last - first >= PANEL_ROWS && inputs <= PANEL_INPUTS ? (ranks + LANES - 1) / LANES * LANES : 0;
-    float *room = malloc(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + (in->half ? CHUNK * inputs : 0)));
+    const int64_t widened = in->half ? CHUNK * inputs : 0;
+    float *room = malloc(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + widened));
     if (!room) return 2;
     float *panels = places ? room : 0, *squeezed = room + places * inputs, *columns = squeezed + ranks * CHUNK;
     float *floats = columns + rank * SEGMENT;
@@ -315,8 +317,7 @@ static void turn_parts(const LoraGradient *in, const Turned *turned) {
 static void find_down(const LoraGradient *in, const Turned *turned, const float *x, int64_t start, int64_t count) {
     const int64_t own = in->parts * in->rank;
     const float *found = in->down ? in->down + start * own : turned->squeezed;
-    if (!in->down)
-        squeeze_rows(count, x, in->a, turned->a, own, in->inputs, in->scale, turned->squeezed);
+    if (!in->down) squeeze_rows(count, x, in->a, turned->a, own, in->inputs, in->scale, turned->squeezed);
     for (int64_t r = 0; r < count; r++)
         for (int64_t part = 0; part < in->parts; part++)
             for (int64_t j = 0; j < in->rank; j += LANES)

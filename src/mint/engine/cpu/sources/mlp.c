@@ -50,8 +50,8 @@ typedef struct {
     Kernel *product, *swiglu, *norm, *norm_backward, *lora_gradient;
     const int64_t *borders; /* [groups + 1]: the rows at which each group begins, and the end */
     const float *grad, *x, *weight, *inverse;
-    const char *wide;              /* as `MlpForward` has it */
-    const int32_t *gate_up, *down; /* panels of the transposes */
+    const char *wide;                     /* as `MlpForward` has it */
+    const int32_t *gate_up, *down;        /* panels of the transposes */
     const Lora *gate_up_lora, *down_lora; /* or missing */
     int64_t hidden, inner, adds, half;
     float *grad_x; /* [T, E], or missing */
@@ -78,8 +78,8 @@ static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_
     if (!code) code = in->norm(&norm, 0, rows);
     if (!code && in->grad_x) code = in->product(&gate_up, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, start, rows, begins, wide_grad, normed, hidden, 2 * inner,
-                            in->grad_x ? grad_normed : 0);
+        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, start, rows, begins, wide_grad, normed, hidden,
+                            2 * inner, in->grad_x ? grad_normed : 0);
     if (code || !in->grad_x) return code;
     RmsNormBackward back = {grad_normed, x, inverse, in->weight, in->adds ? grad : 0, hidden, in->grad_x + start * hidden};
     return in->norm_backward(&back, 0, rows);
