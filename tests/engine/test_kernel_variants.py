@@ -25,6 +25,7 @@ KERNEL_TESTS = (
     "test_native.py",
     "test_native_products.py",
     "test_native_attention.py",
+    "test_native_heads.py",
     "test_native_mlp.py",
     "test_quantized.py",
     "test_draw.py",

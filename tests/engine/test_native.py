@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
+from engine_data import CROSS_ENTROPY, LORA, datum, flat, job, random_data, train
 from small_models import FAMILIES, write_model
 from torch import Tensor
 
@@ -334,8 +334,10 @@ def test_training_is_that_of_torch_s_own_operations(native_folder: Path, tmp_pat
     for ours, theirs in zip(*(own.logprobs for own in passes), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)  # two steps of training lie before
     states = [engine.read_state("m").weights for engine in engines]
-    for name, array in states[0].items():
-        np.testing.assert_allclose(states[1][name], array, rtol=0, atol=2e-4, err_msg=name)
+    distances = np.abs(flat(states[1]) - flat(states[0]))
+    assert np.quantile(distances, 0.999) < 1e-5, np.sort(distances)[-20:]
+    # Adam divides by the gradient's size: where that is near 0, a step of 1e-2 follows the last bits of the gradient.
+    assert distances.max() < 1e-3
 
 
 def test_a_model_of_other_widths_is_computed_without_them(native_folder: Path, tmp_path: Path) -> None:

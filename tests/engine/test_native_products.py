@@ -62,6 +62,15 @@ def test_products_are_sums_in_float32_and_a_row_s_are_the_same_in_every_company(
         assert torch.equal(packed.product(x[rows], residual[rows]), added[rows]), f"{count} rows from {start}"
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (320, 4128)])
+def test_rows_that_are_rounded_already_give_the_same_product(
+    products: NativeProducts, outputs: int, inputs: int
+) -> None:
+    packed = _packed(products, torch.randn(outputs, inputs).bfloat16())
+    x, residual = torch.randn(131, inputs), torch.randn(131, outputs)
+    assert torch.equal(packed.product(x.bfloat16(), residual), packed.product(x, residual))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_changes_no_bit(products: NativeProducts, dtype: torch.dtype) -> None:
     x, packed, found = torch.randn(70, 2112), _packed(products, torch.randn(352, 2112).to(dtype)), []
@@ -107,7 +116,10 @@ def test_what_is_not_finite_stays_so(products: NativeProducts, dtype: torch.dtyp
     assert product[0].isnan().all() and product[1].isinf().all() and product[2].eq(32).all()
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "rank"), [(16, (16,), 1), (64, (48, 16), 5), (1040, (528, 16, 32), 16)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rank"),
+    [(16, (16,), 1), (64, (48, 16), 5), (144, (32, 16, 16), 16), (512, (16,), 24), (1040, (528, 16, 32), 16)],
+)
 def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_company(
     loras: NativeLoras, inputs: int, outputs: tuple[int, ...], rank: int
 ) -> None:
@@ -188,6 +200,20 @@ def test_what_x_gets_for_a_row_is_the_same_in_every_company(loras: NativeLoras) 
         own = torch.ones(count, 80)
         loras.gradient(grad[rows], x[rows], lora, 0.5, own)
         assert torch.equal(own, whole[rows])
+
+
+@pytest.mark.parametrize("inputs", [80, 1040])
+def test_a_lora_takes_rows_in_bfloat16(loras: NativeLoras, inputs: int) -> None:
+    x, grad = torch.randn(131, inputs).bfloat16(), torch.randn(131, 48)
+    lora = SiteWeights(torch.randn(12, inputs), (torch.randn(48, 12),))
+    if not loras.fits(lora):
+        pytest.skip("this processor has no vectors of 16 numbers")
+    found = []
+    for rows in (x, x.float()):
+        out, grad_x = torch.ones(131, 48), torch.ones(131, inputs)
+        loras.add(out, rows, lora, 0.5)
+        found.append([out, *loras.gradient(grad, rows, lora, 0.5, grad_x), grad_x])
+    assert all(map(torch.equal, *found))
 
 
 def test_loras_of_other_widths_are_not_added(loras: NativeLoras) -> None:
