@@ -1,7 +1,9 @@
 """The parts of a layer in training, forward and backward by one call each: what leads to the heads that attend
 (`attention_inputs.c`), and a dense MLP with silu (`mlp.c`).
 
-Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do.
+Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do. One gradient differs in
+bfloat16: that of b of a lora at the second product of an MLP comes from the values of the forward, and in parts from the
+wide product, which is kept rounded.
 
 Letters: T rows · E hidden size · H heads · D head dimension · I inner width.
 """
