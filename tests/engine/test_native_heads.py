@@ -20,7 +20,7 @@ from mint.engine.lora import SiteWeights
 from mint.engine.model.layer_parts import ForwardContext, GatedOrder, HeadsInTurn
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
-from mint.engine.model.operations import TrainedHeads
+from mint.engine.model.operations import HeadSettings, TrainedHeads
 from mint.engine.model.weights import AttentionWeights
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
@@ -77,18 +77,8 @@ def _problem(
         operations, EPS, ROTATED, QUERIES if joint else 0, DIM, angles.cos(), angles.sin(), GatedOrder(*tables)
     )
     weight = torch.rand(HIDDEN, generator=generator) + 0.5 if norm else None
-    kernel = operations.heads(
-        linear,
-        weight,
-        bias,
-        norms,
-        context.cos,
-        context.sin,
-        eps=EPS,
-        head_dim=DIM,
-        rotated_heads=ROTATED,
-        joint_heads=context.joint_heads,
-    )
+    settings = HeadSettings(bias, norms, context.cos, context.sin, EPS, DIM, ROTATED, context.joint_heads)
+    kernel = operations.heads(linear, weight, settings)
     if kernel is None:
         pytest.skip("this processor has no vectors of 16 numbers")
     x = torch.randn(rows, HIDDEN, generator=generator)

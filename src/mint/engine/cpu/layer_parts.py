@@ -1,9 +1,9 @@
 """The parts of a layer in training, forward and backward by one call each: what leads to the heads that attend
 (`attention_inputs.c`), and a dense MLP with silu (`mlp.c`).
 
-Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do. One gradient differs in
-bfloat16: that of b of a lora at the second product of an MLP comes from the values of the forward, and in parts from the
-wide product, which is kept rounded.
+Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do. In bfloat16, one
+gradient differs: that of b of a lora at the second product of an MLP. It comes from the values of the forward here, and
+in parts from the wide product, which is kept rounded.
 
 Letters: T rows · E hidden size · H heads · D head dimension · I inner width.
 """
@@ -25,6 +25,7 @@ from mint.engine.cpu.threads import Int64
 from mint.engine.lora import SiteWeights
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
+from mint.engine.model.operations import HeadSettings
 
 BLOCK_ROWS = 108
 """`BLOCK_ROWS` in layers.h."""
@@ -136,19 +137,6 @@ class _LoraSums:
         return [] if self._lora is None else self._loras.sum(self._found, borders, self._lora)
 
 
-@dataclass(frozen=True)
-class HeadSettings:
-    """What makes heads of a product [T, H·D], as `Operations.finish_heads` has it; cos and sin [T, 1, P]."""
-
-    bias: Tensor | None
-    norms: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    total_heads: int
-    rotated_heads: int
-    joint_heads: int
-
-
 class NativeHeads:
     """From the rows of a layer to the heads that attend, as `TrainedHeads`."""
 
@@ -158,9 +146,7 @@ class NativeHeads:
         loras: NativeLoras,
         product: TrainedProduct,
         norm: Tensor | None,
-        heads: HeadSettings,
-        *,
-        eps: float,
+        settings: HeadSettings,
         dtype: torch.dtype,
     ) -> None:
         """`product` [H·D, E]; `norm` [E]; heads, and what is kept of the product, are of `dtype`."""
@@ -168,16 +154,16 @@ class NativeHeads:
         self._loras = loras
         self._product = product
         self._norm = norm
-        self._heads = heads
-        self._eps = eps
+        self._settings = settings
+        self._head_count = product.matrix.outputs // settings.head_dim
         self._dtype = dtype
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], the product [T, H, D], 1 / rms of its heads [T, R, 1], and the
         rows of the lora's first matrix."""
-        rows, settings = len(x), self._heads
+        rows, settings = len(x), self._settings
         outputs = self._product.matrix.outputs
-        heads, kept = (x.new_empty(rows, settings.total_heads, self._dim, dtype=self._dtype) for _ in range(2))
+        heads, kept = (x.new_empty(rows, self._head_count, settings.head_dim, dtype=self._dtype) for _ in range(2))
         inverse = None if self._norm is None else x.new_empty(rows, 1)
         head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
         row_kernels = self._kernels.libraries["rows"]
@@ -232,25 +218,21 @@ class NativeHeads:
         )
         return grad_x, lora.total(parts)
 
-    @property
-    def _dim(self) -> int:
-        return self._product.matrix.outputs // self._heads.total_heads
-
     def _inputs(self, lora: _LoraSums, hidden: int) -> _Inputs:
-        settings = self._heads
+        settings = self._settings
         return _Inputs(
             norm=_address(self._norm),
             bias=_address(settings.bias),
             head_norms=_address(settings.norms),
             cos=_address(settings.cos),
             sin=_address(settings.sin),
-            eps=self._eps,
+            eps=settings.eps,
             lora=None if lora.struct is None else ctypes.addressof(lora.struct),
             hidden=hidden,
-            total_heads=settings.total_heads,
+            total_heads=self._head_count,
             rotated_heads=settings.rotated_heads,
             joint_heads=settings.joint_heads,
-            dim=self._dim,
+            dim=settings.head_dim,
             pairs=settings.cos.shape[-1],
             half=self._dtype == torch.bfloat16,
         )

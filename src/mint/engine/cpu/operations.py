@@ -15,7 +15,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.cpu.attention import NativePackedAttention
 from mint.engine.cpu.delta_net import NativeDeltaRule
 from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
-from mint.engine.cpu.layer_parts import HeadSettings, NativeHeads, NativeMlp, TrainedProduct
+from mint.engine.cpu.layer_parts import NativeHeads, NativeMlp, TrainedProduct
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
@@ -26,7 +26,7 @@ from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedHeads, TrainedMlp
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, HeadSettings, TrainedHeads, TrainedMlp
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -367,25 +367,9 @@ class NativeOperations(CpuOperations):
         return out
 
     @override
-    def heads(
-        self,
-        qkv: Linear,
-        norm: Tensor | None,
-        bias: Tensor | None,
-        norms: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        eps: float,
-        head_dim: int,
-        rotated_heads: int,
-        joint_heads: int,
-    ) -> TrainedHeads | None:
+    def heads(self, qkv: Linear, norm: Tensor | None, settings: HeadSettings) -> TrainedHeads | None:
         product = TrainedProduct.of(qkv, self._loras)
-        if product is None:
-            return None
-        settings = HeadSettings(bias, norms, cos, sin, qkv.outputs // head_dim, rotated_heads, joint_heads)
-        return NativeHeads(self.kernels, self._loras, product, norm, settings, eps=eps, dtype=self.dtype)
+        return None if product is None else NativeHeads(self.kernels, self._loras, product, norm, settings, self.dtype)
 
     @override
     def mlp(

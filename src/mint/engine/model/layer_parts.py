@@ -19,7 +19,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.linear import Linear
-from mint.engine.model.operations import Operations
+from mint.engine.model.operations import HeadSettings, Operations
 from mint.engine.model.weights import AttentionWeights, LayerWeights
 
 
@@ -136,18 +136,17 @@ class AttentionInputs(AutogradFunction):
         *parameters: Tensor,
     ) -> Tensor:
         """[T, H, D] in the base's dtype from x [T, E]; `parameters` are those of `linear`, named for autograd."""
-        kernel = context.operations.heads(
-            linear,
-            norm,
+        settings = HeadSettings(
             weights.qkv_bias,
             weights.head_norms,
             context.cos,
             context.sin,
-            eps=context.eps,
-            head_dim=context.head_dim,
-            rotated_heads=context.rotated_heads,
-            joint_heads=context.joint_heads,
+            context.eps,
+            context.head_dim,
+            context.rotated_heads,
+            context.joint_heads,
         )
+        kernel = context.operations.heads(linear, norm, settings)
         ctx.heads = HeadsInTurn(norm, weights, linear, context) if kernel is None else kernel
         heads, saved = ctx.heads.forward(x)
         ctx.save_for_backward(x, *saved)

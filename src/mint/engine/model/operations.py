@@ -10,6 +10,7 @@ dimension · r rank · S lora parts of one product · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,20 @@ Letters as in `delta_net`."""
 
 FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
 """(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How a layer turns its product [T, H·D] into heads; see `Operations.finish_heads`."""
+
+    bias: Tensor | None  # [H·D]
+    norms: Tensor | None  # [rotated_heads, D]
+    cos: Tensor  # [T, 1, P], as sin
+    sin: Tensor
+    eps: float
+    head_dim: int
+    rotated_heads: int
+    joint_heads: int
 
 
 class TrainedHeads(Protocol):
@@ -245,22 +260,9 @@ class Operations(Protocol):
         """In how many parts so many rows are trained through an MLP whose wide product has `width` outputs."""
         ...
 
-    def heads(
-        self,
-        qkv: Linear,
-        norm: Tensor | None,
-        bias: Tensor | None,
-        norms: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        eps: float,
-        head_dim: int,
-        rotated_heads: int,
-        joint_heads: int,
-    ) -> TrainedHeads | None:
-        """What leads to the heads of a layer with `norm` [E] before its product; the rest as in `finish_heads`. None
-        where the operations above compute it one after the other."""
+    def heads(self, qkv: Linear, norm: Tensor | None, settings: HeadSettings) -> TrainedHeads | None:
+        """The heads of a layer with `norm` [E] before its product. None where the operations above compute them one
+        after the other."""
         ...
 
     def mlp(

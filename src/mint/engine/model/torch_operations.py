@@ -32,7 +32,7 @@ from mint.engine.model.functions import (
 from mint.engine.model.linear import DenseMatrix, Float32Product, Linear, LoraLinears, Matrix, min_rows
 from mint.engine.model.lora_linear import SeparateLoras
 from mint.engine.model.mixture_of_experts import MixtureOfExperts
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward, TrainedHeads, TrainedMlp
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, HeadSettings, TrainedHeads, TrainedMlp
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -233,20 +233,7 @@ class TorchOperations:
     def mlp_parts(self, rows: int, width: int) -> int:
         return 1
 
-    def heads(
-        self,
-        qkv: Linear,
-        norm: Tensor | None,
-        bias: Tensor | None,
-        norms: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        eps: float,
-        head_dim: int,
-        rotated_heads: int,
-        joint_heads: int,
-    ) -> TrainedHeads | None:
+    def heads(self, qkv: Linear, norm: Tensor | None, settings: HeadSettings) -> TrainedHeads | None:
         return None
 
     def mlp(

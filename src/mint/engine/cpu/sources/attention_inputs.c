@@ -70,7 +70,8 @@ typedef struct {
 } InputsBackward;
 
 /* `rows` rows from `start` on; `room` [rows, 2 (E + H D)] is for what lies in between. */
-static int run_block(const InputsBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
+static int run_block(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room) {
+    const InputsBackward *in = arguments;
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     const float *x = in->x + start * hidden, *read = own->norm ? room : x;
@@ -101,14 +102,5 @@ static int run_block(const InputsBackward *in, int64_t group, int64_t start, int
 /* From grad the gradient for x, and the sums of each group for those of the lora. For groups `first` to `last`. */
 int attention_inputs_backward(const InputsBackward *in, int64_t first, int64_t last) {
     const int64_t outputs = in->inputs->total_heads * in->inputs->dim;
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * 2 * (in->inputs->hidden + outputs));
-    if (!room) return 2;
-    int code = 0;
-    for (int64_t group = first; group < last; group++) {
-        const int64_t end = in->borders[group + 1];
-        for (int64_t start = in->borders[group]; start < end && !code; start += BLOCK_ROWS)
-            code = run_block(in, group, start, end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS, room);
-    }
-    free(room);
-    return code;
+    return run_groups(run_block, in, in->borders, first, last, BLOCK_ROWS * 2 * (in->inputs->hidden + outputs));
 }

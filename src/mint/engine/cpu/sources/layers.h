@@ -60,4 +60,20 @@ INLINE int spread_gradient(Kernel *kernel, const Lora *lora, int64_t rows, const
     return kernel(&own, 0, 1);
 }
 
+/* Runs `rows` rows of a group from `start` on. */
+typedef int RunBlock(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room);
+
+/* The rows of groups `first` to `last`, which begin at `borders`, block by block; each has `floats` numbers of room. */
+INLINE int run_groups(RunBlock *run, const void *arguments, const int64_t *borders, int64_t first, int64_t last,
+                      int64_t floats) {
+    float *room = malloc(sizeof(float) * floats);
+    if (!room) return 2;
+    int code = 0;
+    for (int64_t group = first; group < last; group++)
+        for (int64_t start = borders[group], end = borders[group + 1]; start < end && !code; start += BLOCK_ROWS)
+            code = run(arguments, group, start, end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS, room);
+    free(room);
+    return code;
+}
+
 #endif

@@ -58,7 +58,8 @@ typedef struct {
 } MlpBackward;
 
 /* `rows` rows from `start` on; `room` [rows, 2E + 3I] is for what lies in between. */
-static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_t rows, float *room) {
+static int run_block(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room) {
+    const MlpBackward *in = arguments;
     const int64_t hidden = in->hidden, inner = in->inner;
     const int begins = start == in->borders[group];
     const float *grad = in->grad + start * hidden, *x = in->x + start * hidden, *inverse = in->inverse + start;
@@ -88,14 +89,5 @@ static int run_block(const MlpBackward *in, int64_t group, int64_t start, int64_
 /* From grad [T, E] grad_x [T, E], and the sums of each group for the gradients of the loras. For groups `first` to
    `last`. */
 int mlp_backward(const MlpBackward *in, int64_t first, int64_t last) {
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (2 * in->hidden + 3 * in->inner));
-    if (!room) return 2;
-    int code = 0;
-    for (int64_t group = first; group < last; group++) {
-        const int64_t end = in->borders[group + 1];
-        for (int64_t start = in->borders[group]; start < end && !code; start += BLOCK_ROWS)
-            code = run_block(in, group, start, end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS, room);
-    }
-    free(room);
-    return code;
+    return run_groups(run_block, in, in->borders, first, last, BLOCK_ROWS * (2 * in->hidden + 3 * in->inner));
 }
