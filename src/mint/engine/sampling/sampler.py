@@ -100,9 +100,7 @@ class Sampler:
         self._order = np.zeros(0, np.int64)
         self._ended = False  # whether the order has ended rows
         self._step: DecodeStep | None = None
-        self._drawing: DrawingStep | None = (
-            None  # the step, if it draws; to ask at each token costs more than the token
-        )
+        self._drawing: DrawingStep | None = None  # the step, if it draws: to ask what it is takes long for one token
         self._pending: PendingDraw | None = None  # one more token of each row that has not ended
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
