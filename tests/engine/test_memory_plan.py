@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from engine_data import LORA
+from engine_data import CROSS_ENTROPY, LORA
 from small_models import write_model
 
 from mint.compose.memory_plan import plan_model
@@ -21,7 +23,7 @@ from mint.engine.cuda.operations import CudaOperations
 from mint.engine.devices import Device
 from mint.engine.memory.plan import MemoryPlan, plan_memory
 from mint.engine.model.config import read_decoder_config
-from mint.engine.protocol import LoraSpec
+from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.models.folder import ModelFolder
@@ -100,6 +102,42 @@ def test_activations_grow_with_the_sequence_and_the_rest_does_not() -> None:
     short, long = (_plan(QWEN3_06B, 24, context=context) for context in (4096, 8192))
     assert 1.6 < long.kept / short.kept < 2.1  # a chunk of logits is computed at once, whatever the length
     assert (short.base, short.model, short.kv_cache) == (long.base, long.model, long.kv_cache)
+
+
+def test_what_the_kernels_keep_for_a_rank_is_in_the_plan(tmp_path: Path, native_folder: Path) -> None:
+    write_model(tmp_path, "tied", family="qwen3", hidden_size=64, intermediate_size=192, head_dim=32)
+    engine = TorchEngine(dtype="bfloat16", threads=1, device="cpu", native=native_folder)
+    engine.load_base("base", str(tmp_path))
+    folder, tokens = ModelFolder(tmp_path), np.arange(40)
+    config = read_decoder_config(folder.config)
+    operations = Device("cpu", native_folder, gpu_kernels=False).operations(config, torch.bfloat16)
+    example = TrainDatum(tokens, tokens, np.ones(len(tokens), np.float32))
+    found = []
+    for rank in (4, 64):
+        lora = LoraSpec(rank, 0, train_attn=True, train_mlp=True, train_unembed=False)
+        engine.create_model(f"rank {rank}", "base", lora)
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(_note, kept), lambda tensor: tensor):
+            engine.forward_backward(f"rank {rank}", [example], CROSS_ENTROPY)
+        plan = plan_memory(
+            config,
+            folder.tensors(),
+            operations,
+            lora,
+            context=len(tokens),
+            group=1,
+            memory_bytes=GIB,
+            free_bytes=GIB,
+        )
+        found.append((sum(kept.values()), plan.kept - 3 * plan.model // 5))  # three vectors of a pass, of five
+    (small, planned_small), (large, planned_large) = found
+    assert planned_large - planned_small == large - small > 0
+
+
+def _note(kept: dict[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    """Adds the bytes of a tensor that a backward needs, once for each place in memory."""
+    kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+    return tensor
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])

@@ -96,7 +96,7 @@ class TrainedProduct:
             found = cls(matrix)
         return found if found.lora is None or loras.fits(found.lora) else None
 
-    def room(self, rows: int) -> Tensor | None:
+    def empty_down(self, rows: int) -> Tensor | None:
         """For what the first matrix of a lora beside the product makes of so many rows, [T, ranks]: a backward needs
         it again."""
         return torch.empty(rows, len(self.lora.a)) if self.lora is not None and self.beside else None
@@ -113,14 +113,14 @@ class _LoraSums:
     """A product's lora as the kernel takes it, and its gradients in groups of rows; a forward has none."""
 
     def __init__(self, loras: NativeLoras, product: TrainedProduct, down: Tensor | None, groups: int = 0) -> None:
-        """`down` as `TrainedProduct.room` makes it; a forward writes it, and a backward reads it."""
+        """`down` as `TrainedProduct.empty_down` makes it; a forward writes it, and a backward reads it."""
         self._loras, self._lora = loras, product.lora
         self.struct: _Lora | None = None
         if product.lora is not None:
             self._found = loras.room(groups, product.lora)
             self._places, self._widths = places_of(product.lora.bs)
             self.struct = _Lora(
-                a=product.lora.a.data_ptr(),
+                a=_address(product.lora.a),
                 bs=ctypes.addressof(self._places),
                 widths=ctypes.addressof(self._widths),
                 parts=len(product.lora.bs),
@@ -167,7 +167,7 @@ class NativeHeads:
         inverse = None if self._norm is None else x.new_empty(rows, 1)
         head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
         row_kernels = self._kernels.libraries["rows"]
-        down = self._product.room(rows)
+        down = self._product.empty_down(rows)
         lora = _LoraSums(self._loras, self._product, down)
         self._kernels.libraries["attention_inputs"].attention_inputs(
             -(-rows // BLOCK_ROWS),
@@ -270,8 +270,8 @@ class NativeMlp:
         rows, hidden = x.shape
         out, inverse = torch.empty_like(x), x.new_empty(rows, 1)
         wide = x.new_empty(rows, 2 * self._inner, dtype=self._dtype)
-        rooms = [own.room(rows) for own in (self._gate_up, self._down)]
-        gate_up_lora, down_lora = self._lora_sums(rooms)
+        downs = [own.empty_down(rows) for own in (self._gate_up, self._down)]
+        gate_up_lora, down_lora = self._lora_sums(downs)
         row_kernels = self._kernels.libraries["rows"]
         self._kernels.libraries["mlp"].mlp_forward(
             -(-rows // BLOCK_ROWS),
@@ -296,17 +296,17 @@ class NativeMlp:
             inverse=inverse,
             wide=wide,
         )
-        return out, [inverse, wide, *rooms]
+        return out, [inverse, wide, *downs]
 
     def backward(
         self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """From grad [T, E] the gradient for x, if asked for, and those of the loras' matrices."""
-        inverse, wide, *rooms = saved
+        inverse, wide, *downs = saved
         rows, hidden = x.shape
         borders, parts = _groups(rows, self._parts)
         groups = len(borders) - 1
-        gate_up_lora, down_lora = self._lora_sums(rooms, groups)
+        gate_up_lora, down_lora = self._lora_sums(downs, groups)
         grad_x = torch.empty_like(x) if for_input else None
         row_kernels = self._kernels.libraries["rows"]
         gate_up, down = self._gate_up.transposed(), self._down.transposed()
@@ -336,9 +336,9 @@ class NativeMlp:
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]
 
-    def _lora_sums(self, rooms: Sequence[Tensor | None], groups: int = 0) -> list[_LoraSums]:
+    def _lora_sums(self, downs: Sequence[Tensor | None], groups: int = 0) -> list[_LoraSums]:
         products = self._gate_up, self._down
-        return [_LoraSums(self._loras, own, down, groups) for own, down in zip(products, rooms, strict=True)]
+        return [_LoraSums(self._loras, own, down, groups) for own, down in zip(products, downs, strict=True)]
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -3,10 +3,16 @@
 
    Letters: T rows, E hidden size, H heads of a row, D head dimension. */
 
-#include <stdlib.h>
-
 #include "calls.h"
 #include "layers.h"
+
+/* From floats to bfloat16, and back; `count` is a multiple of 16. */
+static void round_to_halves(const float *from, int64_t count, char *to) {
+    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
+}
+static void widen(const char *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
+}
 
 /* What both directions read; norms, bias and lora may be missing. The rest as in `FinishHeads`. */
 typedef struct {
@@ -74,9 +80,10 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
     const InputsBackward *in = arguments;
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
-    const float *x = in->x + start * hidden, *read = own->norm ? room : x;
+    const float *x = in->x + start * hidden;
     float *normed = room, *grad_normed = normed + rows * hidden, *grad_qkv = grad_normed + rows * hidden;
     float *floats = grad_qkv + rows * outputs, *grad_x = in->grad_x ? in->grad_x + start * hidden : 0;
+    const float *read = own->norm ? normed : x;
     if (!own->norm) grad_normed = grad_x;
     if (own->half) widen(in->kept + start * outputs * bytes, rows * outputs, floats);
     FinishHeadsBackward finish = {in->grad + start * outputs * bytes,

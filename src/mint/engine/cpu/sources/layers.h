@@ -1,4 +1,4 @@
-/* What the kernels of whole parts of a layer share: rows in blocks, numbers kept in bfloat16, and loras.
+/* What the kernels of whole parts of a layer share: rows in blocks, and loras.
 
    Rows pass through all of a part block by block, so that what lies between two of its steps stays in the second cache.
    The steps are kernels of other files, called for one block after the other: a row's result is a function of that row
@@ -22,14 +22,6 @@ typedef struct {
     float *down; /* [T, parts * rank], if it is beside: what its first matrix gives, kept for the backward */
     float *found;
 } Lora;
-
-/* From floats to bfloat16, and back; `count` is a multiple of 16. */
-INLINE void round_to_halves(const float *from, int64_t count, char *to) {
-    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
-}
-INLINE void widen(const char *from, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
-}
 
 /* What a lora beside its product adds to out [rows, outputs], rows from `start` on. */
 INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t rows, int64_t inputs, int64_t outputs,

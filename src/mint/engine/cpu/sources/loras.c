@@ -15,23 +15,23 @@
 #define WIDENED_ROWS 8
 #define PAIRED 16
 #define SPREAD 4
-#define PANELED_ROWS 3
-#define PANELED 8
+#define TILE_ROWS 3
+#define TILE_LANES 8
 #else
 #define SQUEEZED(rows, wide) ((rows) == 1 ? 4 : 2)
 #define WIDENED_ROWS 4
 #define PAIRED 4
 #define SPREAD 1
-#define PANELED_ROWS 2
-#define PANELED 2
+#define TILE_ROWS 2
+#define TILE_LANES 2
 #endif
 #define SQUEEZED_ROWS(rows) ((rows) == 1 ? 1 : SQUEEZED(4, 4) == 4 ? 4 : 2)
 
 /* From so many rows on, and up to so many inputs, the rows of a are turned into panels first. No sums are turned then,
    which costs as much as 64 inputs of 16 ranks; but a panel that is larger than the first cache is read for a few rows
    alone. */
-#define PANEL_ROWS 24
-#define PANEL_INPUTS 512
+#define LEAST_PANEL_ROWS 24
+#define MOST_PANEL_INPUTS 512
 
 /* Of `rows` rows of x [rows, I] and `wide` rows of a, the sums by lanes of their products, to found [rows, stride]. */
 INLINE void multiply_rows(const int rows, const int wide, const float *x, const float *const *a, int64_t inputs,
@@ -83,16 +83,16 @@ INLINE void squeeze(const int rows, const int wide, const float *x, const float 
    order; down of the first `own` ranks. */
 INLINE void squeeze_panel(const int rows, const float *x, int64_t inputs, const float *panel, float scale, float *down,
                           int64_t ranks, int64_t own) {
-    Vector all[PANELED_ROWS];
-    for (int first = 0; first < LANES; first += PANELED) {
-        Vector total[PANELED_ROWS][PANELED];
+    Vector all[TILE_ROWS];
+    for (int first = 0; first < LANES; first += TILE_LANES) {
+        Vector total[TILE_ROWS][TILE_LANES];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-            for (int k = 0; k < PANELED; k++) total[r][k] = zeros();
+            for (int k = 0; k < TILE_LANES; k++) total[r][k] = zeros();
         for (int64_t i = first; i < inputs; i += LANES)
 #pragma GCC unroll 8
-            for (int k = 0; k < PANELED; k++) {
+            for (int k = 0; k < TILE_LANES; k++) {
                 Vector weight = loaded(panel + (i + k) * LANES);
                 HOLD(weight);
 #pragma GCC unroll 4
@@ -101,7 +101,7 @@ INLINE void squeeze_panel(const int rows, const float *x, int64_t inputs, const 
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-            for (int k = 0; k < PANELED; k++) all[r] = first + k ? added(all[r], total[r][k]) : total[r][k];
+            for (int k = 0; k < TILE_LANES; k++) all[r] = first + k ? added(all[r], total[r][k]) : total[r][k];
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) put_first(down + r * ranks, scaled(all[r], same(scale)), own);
@@ -125,8 +125,8 @@ static void squeeze_rows(int64_t rows, const float *x, const float *a, const flo
     if (panels)
         for (int64_t j = 0; j < ranks; j += LANES) {
             const float *panel = panels + j * inputs;
-            for (r = 0; r + PANELED_ROWS <= rows; r += PANELED_ROWS)
-                squeeze_panel(PANELED_ROWS, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks, ranks - j);
+            for (r = 0; r + TILE_ROWS <= rows; r += TILE_ROWS)
+                squeeze_panel(TILE_ROWS, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks, ranks - j);
             for (; r < rows; r++)
                 squeeze_panel(1, x + r * inputs, inputs, panel, scale, down + r * ranks + j, ranks, ranks - j);
         }
@@ -213,7 +213,8 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     double scale = in->scale;
     float *out = in->out;
     int64_t ranks = parts * rank;
-    const int64_t places = last - first >= PANEL_ROWS && inputs <= PANEL_INPUTS ? (ranks + LANES - 1) / LANES * LANES : 0;
+    const int by_panels = last - first >= LEAST_PANEL_ROWS && inputs <= MOST_PANEL_INPUTS;
+    const int64_t places = by_panels ? (ranks + LANES - 1) / LANES * LANES : 0;
     const int64_t widened = in->half ? CHUNK * inputs : 0;
     float *room = malloc(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + widened));
     if (!room) return 2;
@@ -406,7 +407,7 @@ static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t s
 int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t wide = (in->rank + LANES - 1) / LANES * LANES, ranks = in->parts * wide;
     const int64_t size = in->rank * (in->parts * in->inputs + in->outputs);
-    const int64_t is_short = !in->x || in->down || in->rows < PANEL_ROWS || in->inputs > PANEL_INPUTS;
+    const int64_t is_short = !in->x || in->down || in->rows < LEAST_PANEL_ROWS || in->inputs > MOST_PANEL_INPUTS;
     const int64_t panels = is_short ? 0 : ranks * in->inputs, bs = in->rank % LANES ? wide * in->outputs : 0;
     const int64_t floats = in->half ? BLOCK * in->inputs : 0;
     float *room = malloc(sizeof(float) * (panels + bs + 3 * BLOCK * ranks + floats));

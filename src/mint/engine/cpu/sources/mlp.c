@@ -3,8 +3,6 @@
 
    Letters: T rows, E hidden size, I inner width. */
 
-#include <stdlib.h>
-
 #include "calls.h"
 #include "layers.h"
 
