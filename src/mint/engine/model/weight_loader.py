@@ -221,11 +221,13 @@ class _Loader:
         return experts
 
     def _expert_matrix(self, stored: StoredTensor, expert: int, tensors: ExpertTensors) -> Matrix:
-        if self._quantization == "mxfp4" and isinstance(stored, Mxfp4Tensor):
+        if isinstance(stored, Mxfp4Tensor):
             codes, scales = (part.to(self._operations.device, copy=True) for part in stored.read_codes(expert))
             kept = keep_mxfp4(codes, scales)
-            if kept is not None:
+            if kept is not None and self._quantization == "mxfp4":
                 return self._operations.quantized_matrix(kept)
+            if kept is not None:  # widened on the device, in the order in which it is stored
+                return self._layout(kept.widen().to(self._operations.dtype))
         own = self._read(stored, self._operations.dtype, expert)
         return self._layout(own.t().contiguous() if tensors.inputs_first else own)
 
