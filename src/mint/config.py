@@ -131,7 +131,7 @@ def _tensor_parallel(count: int) -> int:
     return count
 
 
-GPU_PATHS = ("logits", "flex", "triton", "fused", "capture", "experts", "captured-experts", "optimizer")
+GPU_PATHS = ("logits", "flex", "triton", "fused", "capture", "experts", "captured-experts", "quantized", "optimizer")
 """The fast paths of a GPU that a user can switch off; `engine/cuda/fast_paths.py` says what they are."""
 
 

@@ -12,13 +12,22 @@ from types import ModuleType
 from typing import Any
 
 import mint.engine.cuda
-from mint.engine.cuda.fast_paths import Shapes, company_paths, fused_paths, invariant_paths, step_kernel_paths
+import mint.engine.quantized
+from mint.engine.cuda.fast_paths import (
+    Shapes,
+    company_paths,
+    fused_paths,
+    invariant_paths,
+    quantized_paths,
+    step_kernel_paths,
+)
 from mint.engine.cuda.self_check import FastPath
 from mint.engine.packing import Span
 
 SOURCE = Path(mint.engine.cuda.__file__).with_name("kernels.py")
 INVARIANT_SOURCE = SOURCE.with_name("invariant_kernels.py")
 FUSED_SOURCE = SOURCE.with_name("fused_passes.py")
+WIDENING_SOURCE = Path(mint.engine.quantized.__file__).with_name("triton_widening.py")
 SHAPES = Shapes(80, 88, 4, 2, 24, 2, 1e-6, True, True, "float32", "cpu")
 """No width is a power of two, so that every mask has an edge."""
 
@@ -27,6 +36,9 @@ SPANS = {"20 rows with a shared prefix": [Span(0, 8), Span(8, 14, (0, 8)), Span(
 
 SHORT, LONG = (1, 17), (1, 6)
 """Rows: past the edge of a tile; with every length of a row, and padding."""
+
+WIDE = replace(SHAPES, hidden=1088)
+"""Quantized rows of more numbers than a program widens."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,18 @@ FAULTS = {
     "a norm's gradient without its mean": Fault(
         "norm's gradient", "def _norm_gradient(", " - own * (mean", " - 0.9 * own * (mean", source=FUSED_SOURCE
     ),
+    "codes in the wrong order": Fault(
+        "mxfp4", "def _widen(", "(columns % EACH) * BITS", "(EACH - 1 - columns % EACH) * BITS", source=WIDENING_SOURCE
+    ),
+    "codes without their sign": Fault(
+        "int8", "def _widen(", "(1 << BITS) - 1", "(1 << (BITS - 1)) - 1", source=WIDENING_SOURCE
+    ),
+    "the scale of another block": Fault(
+        "nf4", "def _widen(", "columns // block", "columns * 0", source=WIDENING_SOURCE
+    ),
+    "numbers written behind a row": Fault(
+        "fp8", "def _widen(", "real = columns < width", "real = columns < width + 1", "result", source=WIDENING_SOURCE
+    ),
     "columns left out": Fault(
         "add", "def _tiles(", "triton.cdiv(columns, COLUMNS_AT_ONCE)", "columns // COLUMNS_AT_ONCE", "not finite"
     ),
@@ -126,9 +150,11 @@ def paths(names: list[str]) -> Iterator[FastPath]:
     for dtype in ("float32", "float16"):
         sound = _load(INVARIANT_SOURCE.read_text(), "sound").InvariantKernels()
         fused = _load(FUSED_SOURCE.read_text(), "sound_passes").FusedPasses()
+        widen = _load(WIDENING_SOURCE.read_text(), "sound_widening").widen_matrix
         for path in (
             *_all_paths(replace(SHAPES, dtype=dtype), sound, LONG),
             *fused_paths(replace(SHAPES, dtype=dtype), fused, SHORT),
+            *quantized_paths(replace(WIDE, dtype=dtype), widen),
         ):
             yield replace(path, name=f"sound in {dtype}")
     for name in names:
@@ -137,6 +163,11 @@ def paths(names: list[str]) -> Iterator[FastPath]:
         if fault.source == FUSED_SOURCE:
             for path in fused_paths(SHAPES, made.FusedPasses(), SHORT):
                 if path.case.startswith(fault.kernel):
+                    yield replace(path, name=name)
+            continue
+        if fault.source == WIDENING_SOURCE:
+            for path in quantized_paths(WIDE, made.widen_matrix):
+                if path.case == fault.kernel:
                     yield replace(path, name=name)
             continue
         kernels = made.TritonKernels() if fault.source == SOURCE else made.InvariantKernels()

@@ -44,6 +44,7 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
     found, fused, invariant = (
         importlib.import_module(f"mint.engine.cuda.{name}") for name in ("kernels", "fused_passes", "invariant_kernels")
     )
+    widening = importlib.import_module("mint.engine.quantized.triton_widening")
     compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     attention = {"GROUPS": 2, "DIM": 128, "PAGE_POSITIONS": PAGE_POSITIONS, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
     tile = {
@@ -75,6 +76,9 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
             "first_result",
             "rotated",
             "heads",
+            "block",
+            "code_row",
+            "scale_row",
         ),
         "i32",
     )
@@ -101,7 +105,8 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
         invariant._attend_packed: {"QUERY_HEADS": 16, "KV_HEADS": 8, "GROUPS": 2, "DIM": 128, "QUERIES": 16,
                                    "WIDTH": 128, "KEYS": invariant.KEYS_AT_ONCE},
     }  # fmt: skip
-    kernels = {getattr(found, name): own for name, own in steps.items()} | passes | own_tiles
+    widened = {widening._widen: {"EACH": 8, "BITS": 4, "INPUTS": widening.INPUTS_AT_ONCE}}
+    kernels = {getattr(found, name): own for name, own in steps.items()} | passes | own_tiles | widened
     for function, sizes in kernels.items():
         types = {
             own: "constexpr"
@@ -110,6 +115,7 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
                 "inputs": "*i32",
                 "slots": "*i32",
                 "seen": "*i32",
+                "codes": "*i32",
                 **numbers,
                 **narrow,
                 **(bases if function in own_tiles else {}),

@@ -11,7 +11,9 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import FAMILIES, write_model
 
 from mint.engine.cuda.capture import capture
+from mint.engine.cuda.fast_paths import QUANTIZED
 from mint.engine.protocol import StopRule
+from mint.engine.quantized.number_formats import Quantization
 from mint.engine.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,6 +61,24 @@ def test_cuda_trains_and_samples_every_family_as_a_cpu_does(family: str, tmp_pat
     for ours, theirs in zip(*samples, strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+def test_cuda_trains_and_samples_on_a_quantized_base_as_a_cpu_does(kind: Quantization, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", hidden_size=128, intermediate_size=192, head_dim=32, num_attention_heads=4)
+    found = []
+    for device in ("cpu", GPU):
+        engine = TorchEngine(dtype="float32", threads=1, device=device, quantize=kind)
+        assert QUANTIZED not in engine.load_base("base", str(tmp_path)).settings["switched_off"]
+        engine.create_model("m", "base", LORA)
+        logprobs = np.concatenate(_train(engine, 3))
+        engine.publish("m", "w")
+        greedy = job(np.arange(20, 30), weights_id="w", max_tokens=20, temperature=0.0, stop=StopRule())
+        found.append((logprobs, engine.sample([greedy])[0].samples[0]))
+    (ours, own), (theirs, other) = found
+    assert np.abs(ours - theirs).max() <= 1e-3
+    assert own.tokens.tolist() == other.tokens.tolist()
+    np.testing.assert_allclose(own.logprobs, other.logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,6 +27,7 @@ from mint.engine.cuda.fast_paths import (
     INVARIANT,
     LOGITS,
     OPTIMIZER,
+    QUANTIZED,
     SETTING,
     TRAINED,
     TRITON,
@@ -44,7 +45,8 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.torch_operations import TorchOperations
-from mint.engine.quantized.quantized_matrix import QuantizedMatrix
+from mint.engine.quantized.number_formats import Quantization
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix, Widen, widen_by_torch
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.state_cache import StateCache
@@ -82,11 +84,11 @@ class Device:
         model takes them from then on."""
         self._kernels = None if native is None or self.torch.type != "cpu" else _native_kernels(native)
 
-    def check(self, config: DecoderConfig | None, dtype: torch.dtype) -> None:
+    def check(self, config: DecoderConfig | None, dtype: torch.dtype, quantization: Quantization | None = None) -> None:
         """Compares the fast paths that a base model would take with plain operations, in a process of its own; on a CPU
         there is nothing to check. Those that fail are switched off and named in the log. The `config` is None where
         transformers computes the model, which takes the optimizer alone."""
-        names = self._paths_of(config, dtype)
+        names = self._paths_of(config, dtype, quantization)
         if not names:
             return
         shapes = Shapes.of(config, dtype, str(self.torch), names)
@@ -105,7 +107,9 @@ class Device:
                 verdict.remedy or "`mint doctor gpu` prints a report to send",
             )
 
-    def _paths_of(self, config: DecoderConfig | None, dtype: torch.dtype) -> list[str]:
+    def _paths_of(
+        self, config: DecoderConfig | None, dtype: torch.dtype, quantization: Quantization | None
+    ) -> list[str]:
         """The fast paths that such a base model would take, and the user wants."""
         if not self.is_gpu or not self._gpu_kernels:
             return []
@@ -116,6 +120,8 @@ class Device:
             if config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
                 names.append(FLEX)
             names += [TRITON, FUSED, CAPTURE, *([INVARIANT] if self._invariant else [])]
+            if quantization is not None:
+                names.append(QUANTIZED)
             if _has_experts(config):
                 names += [EXPERTS, CAPTURED_EXPERTS]
         has_triton = _has_triton()
@@ -253,6 +259,7 @@ class Device:
                 expert_kernels=kernels,
                 fused=fused,
                 wide_products=self._takes(LOGITS),
+                widen=self._widening(),
             )
         return TorchOperations(dtype, self.torch, activation)
 
@@ -280,6 +287,8 @@ class Device:
                 decoder, cache, InvariantKernels(), capture=self._takes(CAPTURE), draw_rows_at_once=self._draw_rows
             )
         paths = [TRITON, CAPTURE, *([CAPTURED_EXPERTS] if decoder.mixtures else [])]
+        if _is_quantized(decoder):
+            paths.append(QUANTIZED)  # plain operations read tables from the host
         kernels = self._step_kernels() if self._takes(*paths) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
 
@@ -290,6 +299,14 @@ class Device:
         from mint.engine.cuda.fused_passes import FusedPasses  # imports Triton
 
         return FusedPasses()
+
+    def _widening(self) -> Widen:
+        """How quantized matrices are widened for their products."""
+        if not self._takes(QUANTIZED) or not _has_triton():
+            return widen_by_torch
+        from mint.engine.quantized.triton_widening import widen_matrix  # imports Triton
+
+        return widen_matrix
 
     def _step_kernels(self) -> StepKernels | None:
         """Those of Triton; None where it is not installed."""
@@ -323,13 +340,16 @@ def _has_triton() -> bool:
 
 def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
-    is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
     config = decoder.config
     fits_mixtures = not any(
         mixture is not None and mixture.shared_intermediate_size is not None
         for mixture in map(config.experts_of, range(config.num_hidden_layers))
     ) and all(isinstance(mixture, StepMixture) for mixture in decoder.mixtures.values())
-    return _fits_kernels(config) and fits_mixtures and not is_quantized
+    return _fits_kernels(config) and fits_mixtures
+
+
+def _is_quantized(decoder: Decoder) -> bool:
+    return any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
 
 
 def _fits_kernels(config: DecoderConfig) -> bool:

@@ -63,7 +63,7 @@ class DecoderBase(BaseModel):
             InvalidRequestError: the folder lacks or adds tensors, or the batch-invariant mode is not for this model.
             CheckpointError: a weight file is damaged.
         """
-        device.check(config, dtype)
+        device.check(config, dtype, quantization)
         device.require_batch_invariance(name, config, quantized=quantization is not None)
         operations = device.operations(config, dtype)
         tensors = folder.tensors()

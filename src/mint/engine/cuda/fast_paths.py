@@ -36,14 +36,16 @@ from mint.engine.model.weights import AttentionWeights
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import AdamSpec
+from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, keep_mxfp4, quantize
+from mint.engine.quantized.quantized_matrix import Widen, widen_by_torch
 from mint.engine.sampling.kv_cache import side_by_side
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
 EXPERTS, FUSED, INVARIANT = "grouped experts", "fused passes", "batch-invariant kernels"
-CAPTURED_EXPERTS, LOGITS = "captured experts", "logits of bfloat16 products"
-NAMES = (LOGITS, FLEX, TRITON, FUSED, CAPTURE, EXPERTS, CAPTURED_EXPERTS, OPTIMIZER, INVARIANT)
+CAPTURED_EXPERTS, LOGITS, QUANTIZED = "captured experts", "logits of bfloat16 products", "quantized matrices"
+NAMES = (LOGITS, FLEX, TRITON, FUSED, CAPTURE, EXPERTS, CAPTURED_EXPERTS, QUANTIZED, OPTIMIZER, INVARIANT)
 TRAINED = (LOGITS, FLEX, FUSED, EXPERTS, OPTIMIZER)
-"""The paths of training, on which its last bits depend."""
+"""The paths of training, on which its last bits depend. Quantized matrices have the same bits in both ways."""
 
 SETTING = {
     LOGITS: "logits",
@@ -53,11 +55,12 @@ SETTING = {
     CAPTURE: "capture",
     EXPERTS: "experts",
     CAPTURED_EXPERTS: "captured-experts",
+    QUANTIZED: "quantized",
     OPTIMIZER: "optimizer",
 }
 """How `MINT_GPU_OFF` names a path."""
 
-TRITONS = (TRITON, FUSED, CAPTURE, CAPTURED_EXPERTS, INVARIANT)
+TRITONS = (TRITON, FUSED, CAPTURE, CAPTURED_EXPERTS, QUANTIZED, INVARIANT)
 """The paths that need Triton."""
 
 RANK, WIDE_RANK = 16, 144
@@ -68,6 +71,9 @@ SLOTS = 3
 
 SUMS = 3
 """Parts of a lora's first half, which the second half adds up."""
+
+QUANTIZED_ROWS, MXFP4_BLOCK = 130, 32
+"""Of the matrices that are widened, and the inputs with one scale in MXFP4."""
 
 VOCABULARY = 4099
 """Of the draw: no multiple of anything."""
@@ -201,6 +207,10 @@ def paths(argument: dict[str, Any]) -> Iterator[FastPath]:
         yield from _experts(shapes)
     if CAPTURED_EXPERTS in shapes.names:
         yield from _captured_experts(shapes)
+    if QUANTIZED in shapes.names:
+        from mint.engine.quantized.triton_widening import widen_matrix
+
+        yield from quantized_paths(shapes, widen_matrix)
     if OPTIMIZER in shapes.names:
         yield from _optimizer(shapes)
 
@@ -283,6 +293,28 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
                 limit = rounding_limit(dtype, terms=terms[name] + rank, roundings=KERNEL_ROUNDINGS[name])
                 case = f"{name}, {count} rows" + (f", rank {rank}" if has_lora else "")
                 yield FastPath(TRITON, case, *ways, limit)
+
+
+def quantized_paths(shapes: Shapes, widen: Widen) -> Iterator[FastPath]:
+    """A matrix of each number format, and the one whose codes are any bits, in guarded memory. Both ways round the same
+    products of a code's value and its scale, so their bits are the same."""
+    generator = torch.Generator().manual_seed(1)
+    columns = -(-shapes.hidden // MXFP4_BLOCK) * MXFP4_BLOCK
+    packed = torch.randint(256, (QUANTIZED_ROWS, columns // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(-8, 1, (QUANTIZED_ROWS, columns // MXFP4_BLOCK), generator=generator).float().exp2()
+    weight = _random(shapes, QUANTIZED_ROWS, shapes.hidden, seed=2)
+    kinds: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
+    made: dict[Quantization, QuantizedWeight | None] = {kind: quantize(weight, kind) for kind in kinds}
+    made["mxfp4"] = keep_mxfp4(packed.to(shapes.device), scales.to(shapes.device))
+    for kind, matrix in made.items():
+        if matrix is None:
+            continue
+        run = partial(_widened, matrix, _dtype(shapes))
+        yield FastPath(QUANTIZED, kind, partial(_guarded, run, widen), partial(_guarded, run, widen_by_torch), 0.0)
+
+
+def _widened(weight: QuantizedWeight, dtype: torch.dtype, widen: Widen) -> list[Tensor]:
+    return [widen(weight, dtype)]
 
 
 def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) -> Iterator[FastPath]:
