@@ -78,9 +78,14 @@ New = Annotated[int, typer.Option(min=2, help="tokens of each sample")]
 @app.command()
 def grpo(
     peer: Peers = None,
+    shape: Shape = "tiny",
+    dtype: Dtype = DTypeName.FLOAT32,
+    prompts: Prompts = 8,
+    group: Group = 8,
+    prompt_tokens: PromptTokens = 48,
+    new: New = 32,
     repeats: Repeats = 7,
     threads: Threads = 1,
-    dtype: Dtype = DTypeName.FLOAT32,
     transport: Annotated[
         TransportName, typer.Option(help="http: time mint over HTTP too, beside mint embedded")
     ] = TransportName.EMBEDDED,
@@ -88,11 +93,12 @@ def grpo(
     peer_python: PeerPython = None,
     as_json: AsJson = False,
 ) -> None:
-    """A whole GRPO step on the tiny shape, against trl, trl-best, skyrl and skyrl-best."""
+    """A whole GRPO step, against trl, trl-best, skyrl and skyrl-best."""
 
     def run() -> list[dict[str, Any]]:
         return run_grpo_bench(
             peers=peer or [],
+            shape=_step(shape, prompts=prompts, group=group, prompt_tokens=prompt_tokens, max_tokens=new),
             repeats=repeats,
             threads=threads,
             home=read_settings().home_dir,

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -32,6 +32,7 @@ from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.train import run_train_bench, train_spec
 from benchmarks.gpu_predictions import PRIME_RL, model_of
 from benchmarks.peers.mint_engine import SampleSide, TrainSide
+from mint.engine.quantized.number_formats import Quantization
 from mint.errors import MintError
 from mint.models.random_base import SHAPES, ModelShape
 
@@ -71,6 +72,7 @@ class Options:
     threads: int
     only: Sequence[str]
     batch_invariant: bool
+    quantize: Quantization | None
 
     @property
     def small(self) -> bool:
@@ -237,6 +239,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--only", nargs="+", default=(), help="names of figures, of gpu_short alone")
     parser.add_argument("--batch-invariant", action="store_true", help="mint's engine in this mode, in gpu_short alone")
+    parser.add_argument("--quantize", choices=get_args(Quantization), help="mint's base, in gpu_short alone")
     parser.add_argument("--home", type=Path, default=Path(tempfile.gettempdir()) / "mint-gpu", help="for base models")
     given = parser.parse_args(arguments)
     model = SHAPES[given.shape or STAGES[given.stage] or "tiny"]
@@ -250,6 +253,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
         given.threads,
         given.only,
         given.batch_invariant,
+        given.quantize,
     )
 
 

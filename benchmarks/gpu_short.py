@@ -1,13 +1,14 @@
 """A GPU session of four minutes, for a card that is lent for minutes only.
 
     PYTHONPATH=src python3 -m benchmarks.gpu_short OUT [--only sample-64 train-64] [--batch-invariant]
+        [--quantize nf4]
 
 The figures of `gpu_session` that one base serves, and a long sequence of a larger one, by mint's engine and by
 transformers + PEFT ("hf-best"), one after another in one process: no worker starts again, and a base is written
 once. So the sides take no turns, and what one leaves on the card is freed before the next. Losses, gradients
 and the logprob of a fixed sequence are in the lines, to be compared. The time to load of the first line
-contains the self-check, which compiles. In the batch-invariant mode mint computes alone. Lines go to OUT/short.jsonl;
-see docs/gpu.md.
+contains the self-check, which compiles. In the batch-invariant mode, and on a quantized base, mint computes alone.
+Lines go to OUT/short.jsonl; see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def short_figures(options: Options) -> list[Figure]:
     ]
     if options.only:
         found = [figure for figure in found if figure.name in options.only]
-    return [replace(figure, sides=("mint",)) for figure in found] if options.batch_invariant else found
+    is_alone = options.batch_invariant or options.quantize is not None
+    return [replace(figure, sides=("mint",)) for figure in found] if is_alone else found
 
 
 def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
     is_training = figure.work == "train"
     spec = train_spec(figure.shape, **settings) if is_training else step_spec("sample", figure.shape, **settings)
     spec |= {"adapter": str(adapter.folder), "batch_invariant": options.batch_invariant}
+    spec["quantize"] = options.quantize
     began_s = time.perf_counter()
     worker: Any
     if side == "mint":
@@ -86,6 +89,7 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
         known = peers_of(figure.shape, "cpu" if options.small else "cuda") if is_training else PEERS
         worker = (hf.TrainSide if is_training else hf.SampleSide)({**spec, **known[side].overrides})
     loaded_s = time.perf_counter() - began_s
+    loaded_mib = None if options.small else torch.cuda.memory_allocated() >> 20
     seconds: list[float] = []
     done: dict[str, Any] = {}
     for index in range(1 + options.repeats):
@@ -99,6 +103,7 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
         "seconds_first": seconds[0],
         "seconds": seconds[1:],
         "tokens_per_second": done["tokens"] / median_s,
+        "loaded_device_mib": loaded_mib,
         "peak_device_mib": None if options.small else torch.cuda.max_memory_allocated() >> 20,
         "same_work": {name: found for name, found in done.items() if isinstance(found, float)}
         | worker.ready()

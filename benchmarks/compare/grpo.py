@@ -60,6 +60,7 @@ compiles once only if every batch of samples is filled up to the same size."""
 def run_grpo_bench(
     *,
     peers: list[str],
+    shape: GrpoShape,
     repeats: int,
     threads: int,
     home: Path,
@@ -81,7 +82,6 @@ def run_grpo_bench(
         RequestFailedError: an installation or a worker failed, or the sides did not do the same work.
     """
     say = Console(stderr=True, highlight=False).print
-    shape = GrpoShape()
     check_peers(peers, PEERS)
     base = base_model_folder(home, shape.model, seed=SEED, say=say)
     spec = make_spec(shape, base_model=base, steps=WARM_UP_STEPS + repeats, threads=threads, dtype=dtype)

@@ -83,7 +83,8 @@ class Tally:
             self.tokens_differ += len(parted)
             self.logprobs_differ += len(moved)
             if len(moved):
-                self.largest = max(self.largest, float(np.abs(one.logprobs - other.logprobs)[moved].max()))
+                differences = np.abs(one.logprobs[:same] - other.logprobs[:same])
+                self.largest = max(self.largest, float(differences.max()))
             if apart or len(moved):
                 self.sequences_differ += 1
                 self._tell(job, index, where, same if apart else None, moved)

@@ -1,11 +1,11 @@
 """What GPT-OSS's experts take in memory when they are kept as published, in MXFP4, beside bfloat16 and NF4.
 
-    python -m benchmarks.memory.mxfp4_experts [--layers 1] [--experts 16] [--new 16]
+    python -m benchmarks.memory.mxfp4_experts [--layers 1] [--experts 16] [--new 16] [--device cpu]
 
 Layers of gpt-oss-20b's widths (2,880; 64 query and 8 key heads of 64) with random codes and a small vocabulary, in
 bfloat16, the engine alone on one thread. Each way is a process of its own: its anonymous memory beyond what it had
 before it loaded the base, the CPU time of a token that one sequence decodes, and how far its logprobs of a prompt are
-from those of the first way.
+from those of the first way. On a GPU: the device's memory, and the time of a clock, also for 64 sequences at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTH, HEAD, HEADS, KEY_HEADS, VOCABULARY, BLOCK = 2880, 64, 64, 8, 2048, 32
 
 def write_folder(folder: Path, layers: int, experts: int) -> None:
     """A random GPT-OSS with experts in MXFP4, as OpenAI publishes it."""
-    generator = torch.Generator().manual_seed(0)
+    generator, bits = torch.Generator().manual_seed(0), np.random.default_rng(0)
 
     def halves(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * 0.02).bfloat16()
@@ -59,7 +59,8 @@ def write_folder(folder: Path, layers: int, experts: int) -> None:
         for name, size in (("gate_up_proj", 2 * WIDTH), ("down_proj", WIDTH)):
             shape = (experts, size, WIDTH // BLOCK)
             own = f"{place}.mlp.experts.{name}"
-            tensors[f"{own}_blocks"] = torch.randint(256, (*shape, BLOCK // 2), generator=generator, dtype=torch.uint8)
+            codes = bytearray(bits.bytes(experts * size * WIDTH // 2))
+            tensors[f"{own}_blocks"] = torch.frombuffer(codes, dtype=torch.uint8).view(*shape, BLOCK // 2)
             # numbers of at most 6 · 2^-7
             tensors[f"{own}_scales"] = torch.randint(117, 121, shape, generator=generator, dtype=torch.uint8)
             tensors[f"{own}_bias"] = halves(experts, size)
@@ -75,38 +76,49 @@ def write_folder(folder: Path, layers: int, experts: int) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def anonymous_bytes() -> int:
-    """The memory of this process that no file stands for."""
+def own_bytes(device: str) -> int:
+    """The memory of this process on the device; of a CPU that no file stands for."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if found is None:
         raise RuntimeError("this kernel does not tell anonymous memory")
     return int(found[1]) * 1024
 
 
-def measure(folder: str, way: Quantization | None, new_tokens: int) -> None:
+def measure(folder: str, way: Quantization | None, new_tokens: int, device: str) -> None:
     """Prints one JSON object."""
-    native = read_settings().native_folder
-    engine = TorchEngine(dtype="bfloat16", threads=1, device="cpu", native=native, quantize=way, kv_cache_bytes=1 << 26)
-    before = anonymous_bytes()
-    started_s = time.process_time()
+    native = read_settings().native_folder if device == "cpu" else None
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    engine = TorchEngine(
+        dtype="bfloat16", threads=1, device=device, native=native, quantize=way, kv_cache_bytes=1 << 26
+    )
+    before = own_bytes(device)
+    started_s = clock()
     engine.load_base("base", folder)
-    load_s = time.process_time() - started_s
+    load_s = clock() - started_s
     gc.collect()
-    mib = (anonymous_bytes() - before) / 2**20
+    mib = (own_bytes(device) - before) / 2**20
     prompt = np.random.default_rng(0).integers(2, VOCABULARY, 48)
+
+    def token_ms(sequences: int) -> float:
+        seconds = []
+        for tokens in (1, 1 + new_tokens, 1, 1 + new_tokens):  # the first of each compiles
+            started_s = clock()
+            engine.sample([SampleJob("base", None, prompt, sequences, tokens, 1.0, -1, 1.0, 0, StopRule())])
+            seconds.append(clock() - started_s)
+        return round(1000 * (seconds[3] - seconds[2]) / new_tokens, 2)
+
     scored = SampleJob("base", None, prompt, 1, 0, 1.0, -1, 1.0, 0, StopRule(), prompt_logprobs=True)
     (result,) = engine.sample([scored])
-    seconds = []
-    for tokens in (1, 1 + new_tokens):
-        started_s = time.process_time()
-        engine.sample([SampleJob("base", None, prompt, 1, tokens, 1.0, -1, 1.0, 0, StopRule())])
-        seconds.append(time.process_time() - started_s)
     assert result.prompt_logprobs is not None
     found = {
         "way": way or "bfloat16",
+        "device": device,
         "mib": round(mib),
-        "load_cpu_s": round(load_s, 1),
-        "token_cpu_ms": round(1000 * (seconds[1] - seconds[0]) / new_tokens, 2),
+        "load_s": round(load_s, 1),
+        "token_ms": token_ms(1),
+        **({} if device == "cpu" else {"token_ms_of_64": token_ms(64)}),
         "logprobs": [float(value) for value in result.prompt_logprobs[1:]],
     }
     print(json.dumps(found))
@@ -118,6 +130,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(argv)
     numbers = options.layers * options.experts * 3 * WIDTH**2
     print(
@@ -129,7 +142,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), options.layers, options.experts)
         for way in WAYS:
-            code = f"from benchmarks.memory.mxfp4_experts import measure; measure({folder!r}, {way!r}, {options.new})"
+            arguments = f"{folder!r}, {way!r}, {options.new}, {options.device!r}"
+            code = f"from benchmarks.memory.mxfp4_experts import measure; measure({arguments})"
             answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
             found: dict[str, Any] = json.loads(answer.strip().splitlines()[-1])
             logprobs = np.array(found.pop("logprobs"))

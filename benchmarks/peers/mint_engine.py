@@ -31,6 +31,7 @@ class _Side:
             threads=spec["threads"],
             device=spec["device"],
             batch_invariant=spec.get("batch_invariant", False),
+            quantize=spec.get("quantize"),
         )
         self.engine.load_base(BASE, spec["base_model"])
         lora = LoraSpec(rank=spec["rank"], seed=spec["seed"], train_attn=True, train_mlp=True, train_unembed=False)

@@ -89,7 +89,7 @@ class Turns(TrainerCallback):
 @torch.no_grad()
 def probe(model: Any, tokens: list[int]) -> float:
     """The policy's logprob of a fixed sequence: shows that the base is the same, and that training changes it."""
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([tokens], device=model.device)
     logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return float(logprobs.gather(-1, ids[0, 1:, None]).sum())
 

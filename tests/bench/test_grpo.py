@@ -14,6 +14,7 @@ from benchmarks.compare.contenders import Contender, check_peers, make_worker, p
 from benchmarks.compare.environments import PeerEnvironment, run
 from benchmarks.compare.grpo import PEERS, WARM_UP_STEPS, make_spec
 from benchmarks.compare.report import check_same_work, comparison_row, contender_row, print_table
+from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.turns import Measured, take_turns
 from mint.errors import InvalidRequestError, RequestFailedError
 
@@ -119,7 +120,9 @@ def test_mint_and_trl_do_the_same_step(tmp_path: Path) -> None:
     """Installs TRL from the package registry, then runs the real benchmark, briefly."""
     from benchmarks.compare.grpo import run_grpo_bench
 
-    mint_row, trl_row, comparison = run_grpo_bench(peers=["trl"], repeats=2, threads=1, home=tmp_path)
+    mint_row, trl_row, comparison = run_grpo_bench(
+        peers=["trl"], shape=GrpoShape(), repeats=2, threads=1, home=tmp_path
+    )
     assert mint_row["probe_logprob_before"] == pytest.approx(trl_row["probe_logprob_before"], abs=1e-2)
     assert mint_row["trained_parameters"] == trl_row["trained_parameters"]
     assert comparison["ratios"]["trl"] > 0

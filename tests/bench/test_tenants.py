@@ -166,7 +166,9 @@ def test_mint_and_skyrl_do_the_same_step(tmp_path: Path) -> None:
     """Installs SkyRL tx from the package registry, then runs the real benchmark, briefly."""
     from benchmarks.compare.grpo import run_grpo_bench
 
-    mint_row, skyrl_row, comparison = run_grpo_bench(peers=["skyrl-best"], repeats=2, threads=1, home=tmp_path)
+    mint_row, skyrl_row, comparison = run_grpo_bench(
+        peers=["skyrl-best"], shape=GrpoShape(), repeats=2, threads=1, home=tmp_path
+    )
     assert "failure" not in skyrl_row, skyrl_row
     assert mint_row["probe_logprob_before"] == pytest.approx(skyrl_row["probe_logprob_before"], abs=1e-2)
     assert mint_row["trained_parameters"] == skyrl_row["trained_parameters"]
