@@ -106,8 +106,9 @@ class TargetLogprobs:
         device = self._hidden.device
         # Summed on the host, because a GPU would add in another order each time.
         totals = np.bincount(self._rows, weights=slopes, minlength=len(self._hidden)).astype(np.float32)
-        gradient = torch.zeros_like(self._hidden)
-        if self._unit is not None:
+        if self._unit is None:
+            gradient = torch.zeros_like(self._hidden)
+        else:
             gradient = self._unit * upload(device, totals)[0][:, None]
         used = np.flatnonzero((slopes != 0) & ~self._single)
         trained = np.unique(self._rows[used])

@@ -28,7 +28,7 @@ from mint.engine.chunked.sum_of_chunks import ChunkedStep, RunChunks
 from mint.engine.lora import LoraWeights
 from mint.engine.model.config import DecoderConfig, DeltaNetConfig
 from mint.engine.model.decoder import Decoder, ForwardBatch
-from mint.engine.model.functions import pad_rows
+from mint.engine.model.functions import first_rows, pad_rows
 from mint.engine.model.layer_parts import (
     AttentionInputs,
     GatedHeads,
@@ -269,10 +269,11 @@ class ChunkedDecoder(Decoder):
             qkv = chunk.linears.linear(f"{index}.qkv", mixer.qkv, loras)
             if self.config.family.output_gates:
                 wide = NormedProduct.run(normed, None, qkv, context, *qkv.parameters)
-                heads.append(GatedHeads.run(wide, mixer, context)[: batch.count])
-                gates.append(wide[: batch.count])
+                heads.append(first_rows(GatedHeads.run(wide, mixer, context), batch.count))
+                gates.append(first_rows(wide, batch.count))
             else:
-                heads.append(AttentionInputs.run(normed, None, mixer, qkv, context, *qkv.parameters)[: batch.count])
+                own = AttentionInputs.run(normed, None, mixer, qkv, context, *qkv.parameters)
+                heads.append(first_rows(own, batch.count))
         parts = self._attend_heads(index, heads, batch.attention)
         if gates:
             parts = [OutputGate.run(part, wide, context) for part, wide in zip(parts, gates, strict=True)]
@@ -297,7 +298,7 @@ class ChunkedDecoder(Decoder):
             mixer = chunk.layers[index].mixer
             assert isinstance(mixer, DeltaNetWeights)
             linear = chunk.linears.linear(f"{index}.in", mixer.inputs, loras)
-            wide = self._delta_inputs(normed, None, linear, context)[: batch.count]
+            wide = first_rows(self._delta_inputs(normed, None, linear, context), batch.count)
             parts.append(batch.delta_rule(index * len(self._parts) + place, mixer, wide))
         return parts
 

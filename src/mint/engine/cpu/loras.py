@@ -103,9 +103,11 @@ class NativeLoras:
         self._library.sum_groups(
             -(-size // LANES), found.numel(), found=found, borders=borders, parts=len(borders) - 1, size=size, out=total
         )
-        sizes = [lora.a.numel(), *(b.numel() for b in lora.bs)]
-        parts = total.split(sizes)
-        return [part.view(weight.shape) for part, weight in zip(parts, (lora.a, *lora.bs), strict=True)]
+        gradients, first = [], 0
+        for weight in (lora.a, *lora.bs):
+            gradients.append(total.as_strided(weight.shape, (weight.shape[1], 1), first))
+            first += weight.numel()
+        return gradients
 
 
 def groups_of(rows: int) -> int:

@@ -483,7 +483,9 @@ class NativeOperations(CpuOperations):
         )
         # Over the logits themselves. In bfloat16, they fill the first half of each row's memory.
         negatives = logits.view(self.dtype)[:, : logits.shape[1]]
-        return normalisers, entropies, negatives if needs_gradient.all() else negatives[chosen.bool()]
+        if not needs_gradient.all():
+            negatives = negatives.index_select(0, torch.from_numpy(np.flatnonzero(needs_gradient)))
+        return normalisers, entropies, negatives
 
 
 def _native_alike(matrices: Sequence[Matrix]) -> list[PanelMatrix] | list[QuantizedPanels] | None:

@@ -26,7 +26,7 @@ from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
 from mint.engine.model.config import DecoderConfig, DeltaNetConfig, Rope
 from mint.engine.model.delta_net import StatesOfLayers
-from mint.engine.model.functions import pad_rows, rope_tables
+from mint.engine.model.functions import first_rows, pad_rows, rope_tables
 from mint.engine.model.layer_parts import (
     AddBias,
     AttentionInputs,
@@ -215,7 +215,7 @@ class Decoder:
                     layer = self.layer_source.around(index, layer)
                 x = recomputed(layer, x) if recompute else layer(x)
         hidden = Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)
-        return hidden[: count if rows is None else len(rows)]
+        return first_rows(hidden, count if rows is None else len(rows))
 
     def _context(self, rope: Rope | None, positions: Tensor) -> ForwardContext:
         cos, sin = self.rope_tables[rope]
@@ -251,7 +251,7 @@ class Decoder:
         x = self._add_normed(LoraProduct.run(mixed, added, o, *o.parameters), layer.attention_output_norm, x)
         if isinstance(layer.mlp, MixtureWeights):
             # without the padding, whose rows would go to experts that no token needs
-            routed = pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
+            routed = pad_rows(self.mixtures[index](first_rows(x, batch.count), batch.loras), len(x))
             return self._add_shared_expert(index, x, routed, batch)
         gate_up = self.loras.linear(f"{index}.gate_up", layer.mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
@@ -276,11 +276,11 @@ class Decoder:
         qkv = self.loras.linear(f"{index}.qkv", weights.qkv, batch.loras)
         if not self.config.family.output_gates:
             heads = AttentionInputs.run(x, norm, weights, qkv, context, *qkv.parameters)
-            return batch.attention(index, heads[: batch.count], weights.sinks)
+            return batch.attention(index, first_rows(heads, batch.count), weights.sinks)
         wide = NormedProduct.run(x, norm, qkv, context, *qkv.parameters)
         heads = GatedHeads.run(wide, weights, context)
-        attended = batch.attention(index, heads[: batch.count], weights.sinks)
-        return OutputGate.run(attended, wide[: batch.count], context)
+        attended = batch.attention(index, first_rows(heads, batch.count), weights.sinks)
+        return OutputGate.run(attended, first_rows(wide, batch.count), context)
 
     def _run_delta_net(
         self,
@@ -295,7 +295,8 @@ class Decoder:
         if batch.delta_rule is None:
             raise ValueError(f"layer {index} is a delta net, and its states were not given")
         inputs = self.loras.linear(f"{index}.in", weights.inputs, batch.loras)
-        return batch.delta_rule(index, weights, self._delta_inputs(x, norm, inputs, context)[: batch.count])
+        rows = first_rows(self._delta_inputs(x, norm, inputs, context), batch.count)
+        return batch.delta_rule(index, weights, rows)
 
     def _delta_inputs(self, x: Tensor, norm: Tensor | None, inputs: Linear, context: ForwardContext) -> Tensor:
         """The products of norm(x) that a delta net reads, in its order."""

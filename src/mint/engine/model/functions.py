@@ -178,6 +178,12 @@ def row_blocks(count: int, size: int) -> Iterator[slice]:
         yield slice(start, start + size if count - start >= 2 * size else count)
 
 
+def first_rows(rows: Tensor, count: int) -> Tensor:
+    """The first `count` of `rows`; where there are no others, the tensor itself, because the backward of a slice copies
+    the gradient."""
+    return rows if len(rows) == count else rows[:count]
+
+
 def pad_rows(rows: Tensor, least: int) -> Tensor:
     """`rows` with at least `least` along the first dimension; the added ones are zero."""
     missing = least - rows.shape[0]

@@ -20,6 +20,8 @@ from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.state_cache import StateCache
 
+_TOKEN_BYTES = 8
+
 
 @dataclass(eq=False)
 class _Node:
@@ -39,10 +41,10 @@ class _Level:
         self._lengths: set[int] = set()
         self._order: list[bytes] = []
 
-    def add(self, tokens: np.ndarray, page: int, scope: str) -> _Node:
+    def add(self, key: bytes, tokens: np.ndarray, page: int, scope: str) -> _Node:
         node = _Node(tokens.copy(), page, scope, self)
-        self.nodes[_key(tokens)] = node
-        insort(self._order, _key(tokens))
+        self.nodes[key] = node
+        insort(self._order, key)
         self._lengths.add(len(tokens))
         return node
 
@@ -115,9 +117,11 @@ class PrefixCache:
 
     def close(self, weights: LoraWeights) -> None:
         """Drops all that is cached for these weights, and caches nothing more."""
-        for level in self._roots.pop(weights, {}).values():
-            for node in list(_below(level)):
-                self._drop(node)
+        nodes = [node for level in self._roots.pop(weights, {}).values() for node in _below(level)]
+        for node in nodes:
+            self._drop_state(node)
+            del self._used[node.scope][node]
+        self._cache.release(np.array([node.page for node in nodes], np.int64))
 
     def find(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens` that jobs of this scope have cached.
@@ -166,17 +170,22 @@ class PrefixCache:
         if weights not in self._roots or not self._limit:
             return
         level = self._roots[weights][scope]
-        path = []
+        path, held = [], []
+        keys = _key(tokens)
+        key_size = PAGE_POSITIONS * _TOKEN_BYTES
         used = self._used.setdefault(scope, OrderedDict())
-        for start, page in zip(range(0, len(tokens), PAGE_POSITIONS), pages.tolist(), strict=False):
-            own = tokens[start : start + PAGE_POSITIONS]
-            node = level.nodes.get(_key(own))
+        for number, page in zip(range(-(-len(tokens) // PAGE_POSITIONS)), pages.tolist(), strict=False):
+            key = keys[number * key_size : (number + 1) * key_size]
+            node = level.nodes.get(key)
             if node is None:
-                node = level.add(own, page, scope)
-                self._cache.hold(np.array([page]))
+                own = tokens[number * PAGE_POSITIONS : (number + 1) * PAGE_POSITIONS]
+                node = level.add(key, own, page, scope)
+                held.append(page)
                 used[node] = None
             path.append(node)
             level = node.children
+        if held:
+            self._cache.hold(np.array(held))
         if state >= 0 and self._states is not None and self._state_limit and path[-1].state < 0:
             path[-1].state = state
             self._states.hold(np.array([state]))
@@ -244,7 +253,7 @@ class PrefixCache:
 
 
 def _key(tokens: np.ndarray) -> bytes:
-    """Bytes that sort in the order of the tokens."""
+    """Bytes that sort in the order of the tokens, `_TOKEN_BYTES` for each."""
     return tokens.astype(">i8").tobytes()
 
 

@@ -451,18 +451,23 @@ class Sampler:
     def _release_rows(self, slots: np.ndarray) -> None:
         """Releases the pages of sequences in the batch; the prefix cache may keep some."""
         sequences = self._sequences
-        for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
-            entry = self._entries[number]
-            own = sequences.pages_of(slot)
+        own = sequences.of[slots]
+        entries = [self._entries[number] for number in own["entry"].tolist()]
+        for slot, entry in zip(slots.tolist(), entries, strict=True):
             if entry.is_finite:
                 # Without the last token: it was drawn, but never run, so it has no keys and values.
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 state = -1 if self._interrupted else int(sequences.of["state"][slot])
-                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own, state)
+                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, sequences.pages_of(slot), state)
             entry.rows -= 1
-            self._lease.release(np.append(own, sequences.fronts_of([slot])), is_finite=entry.is_finite)
-            if self._state_lease is not None and sequences.of["state"][slot] >= 0:
-                self._state_lease.release(sequences.of["state"][[slot]])
+        are_finite = np.array([entry.is_finite for entry in entries])
+        for is_finite in (True, False):
+            ended = slots[are_finite == is_finite]
+            if len(ended):
+                pages = [sequences.pages_of(slot) for slot in ended.tolist()]
+                self._lease.release(np.concatenate([*pages, sequences.fronts_of(ended)]), is_finite=is_finite)
+        if self._state_lease is not None:
+            self._state_lease.release(own["state"][own["state"] >= 0])
 
     def _set_order(self, slots: np.ndarray) -> None:
         """Sorts the batch's rows by lora, so that each lora has one run, and then by length."""

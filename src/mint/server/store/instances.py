@@ -168,14 +168,16 @@ class Instance:
         self._role = SERVER if is_server else ""
         self.instance_id = f"{self._role}{uuid.uuid4().hex}"
         self._housekeeping: int | None = None
+        self._longest = 0  # mark so far, in bytes
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
         _lock_files.add(self._file)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def mark(self, request: str) -> None:
         """Writes which request runs now (or none) into the file, for the process that finds this one dead."""
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, request.encode(), 0)
+        mark = request.encode()
+        self._longest = max(self._longest, len(mark))
+        os.pwrite(self._file, mark.ljust(self._longest), 0)  # over the last mark: to truncate a file takes longer
 
     def close(self) -> None:
         """Removes the file and releases the lock."""
@@ -228,7 +230,7 @@ class Instance:
 
     def _last_mark(self, instance_id: str) -> str:
         try:
-            return self._path(instance_id).read_text()
+            return self._path(instance_id).read_text().rstrip()
         except FileNotFoundError:
             return ""
 
