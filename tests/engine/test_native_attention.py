@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_packed, attend_pages
+from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_packed, attend_packed_backward, attend_pages
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
@@ -141,6 +141,28 @@ def test_training_decoding_and_a_row_alone_have_the_same_bits(
             kernels, heads, kv_heads, side, pages, table[index : index + 1], layout.seen[index : index + 1], window
         )
         assert torch.equal(alone[0], whole[last[index]])
+
+
+@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "window", "dtype"), KINDS)
+def test_the_gradient_of_some_rows_is_that_of_all_rows_of_which_the_others_have_none(
+    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, window: int, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(3)
+    rows = _lay_out(rng).rows
+    count, query_heads = rows.shape[1], groups * kv_heads
+    heads, slope = (
+        torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
+        for shape in ((count, (groups + 2) * kv_heads, dim), (count, query_heads * dim))
+    )
+    some = np.sort(rng.choice(count, count // 3, replace=False))
+    others = np.setdiff1d(np.arange(count), some)
+    slope[others] = 0
+    whole = attend_packed_backward(kernels, PackedRows(query_heads, kv_heads, *rows), heads, slope, window)
+    found = attend_packed_backward(
+        kernels, PackedRows(query_heads, kv_heads, *rows[:, some]), heads, slope[some], window
+    )
+    assert found.dtype == dtype and torch.equal(found, whole)
+    assert found[some, :query_heads].ne(0).any() and not found[others, :query_heads].any()
 
 
 @pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "window", "dtype"), KINDS)

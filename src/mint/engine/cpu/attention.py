@@ -143,7 +143,7 @@ class _Attend(AutogradFunction):
         (heads,) = ctx.saved_tensors
         grad = grad.to(heads.dtype).contiguous()
         grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad, ctx.window, ctx.sinks)
-        return grads.to(heads.dtype), None, None, None
+        return grads, None, None, None
 
 
 class NativeDecodeAttention:
@@ -214,13 +214,14 @@ def attend_packed_backward(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
-    grads = torch.zeros(heads.shape)
+    """The gradient for heads [T, H, D] from grad [rows, K·G·D], all in one dtype."""
+    grads = torch.empty_like(heads) if rows.rows == len(heads) else torch.zeros_like(heads)
     # Split by kv head, not by row: many rows add to the gradient of one key, and always in the same order.
     kernels.libraries["attention_backward"].attend_packed_backward(
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
+        count=len(heads),
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
         window=window,

@@ -1,7 +1,7 @@
 /* Attention's backward on a CPU. The scores are computed again, for several queries at once, over keys turned so that 16
    of them lie side by side.
 
-   Sums are in float32, in the order of rows and keys; heads are float32 or bfloat16.
+   Sums are in float32, in the order of rows and keys; heads and their gradients are float32 or bfloat16.
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
@@ -153,18 +153,26 @@ static void read_span(const Packed *p, int64_t last, int64_t k, const char *head
     memset(span->value_grads, 0, sizeof(float) * span->width * dim);
 }
 
-static void add_span(const Packed *p, int64_t last, int64_t k, const Span *span, float *grads) {
+/* Adds to `sums` [T, 2, D], those of keys and values of one kv head. */
+static void add_span(const Packed *p, int64_t last, const Span *span, float *sums) {
     int64_t dim = span->dim, count = keys_of(p, last);
     for (int64_t j = 0; j < count; j++) {
-        float *to = grads + (row_of_key(p, last, j) * p->total_heads + p->query_heads + k) * dim;
-        if (j + AHEAD < count) {
-            const float *next = grads + (row_of_key(p, last, j + AHEAD) * p->total_heads + p->query_heads + k) * dim;
-            fetch(next, dim * sizeof(float));
-            fetch(next + p->kv_heads * dim, dim * sizeof(float));
-        }
+        float *to = sums + 2 * row_of_key(p, last, j) * dim;
+        if (j + AHEAD < count) fetch(sums + 2 * row_of_key(p, last, j + AHEAD) * dim, 2 * dim * sizeof(float));
         for (int64_t d = 0; d < dim; d += LANES) {
             *(vf *)(to + d) += *(vf *)(span->key_grads + j * dim + d);
-            *(vf *)(to + p->kv_heads * dim + d) += *(vf *)(span->value_grads + j * dim + d);
+            *(vf *)(to + dim + d) += *(vf *)(span->value_grads + j * dim + d);
+        }
+    }
+}
+
+/* `sums` [T, 2, D] of kv head k as gradients of its keys and values. */
+static void store_sums(const Packed *p, const float *sums, int64_t count, int64_t dim, int64_t k, int half, char *grads) {
+    for (int64_t t = 0; t < count; t++, sums += 2 * dim) {
+        int64_t at = (t * p->total_heads + p->query_heads + k) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(grads, at + d, *(const vf *)(sums + d), half);
+            store(grads, at + p->kv_heads * dim + d, *(const vf *)(sums + dim + d), half);
         }
     }
 }
@@ -172,7 +180,7 @@ static void add_span(const Packed *p, int64_t last, int64_t k, const Span *span,
 /* `count` rows from r on and `heads_taken` query heads from `head` on, at most 8 queries; the rest are zeros. */
 static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, int64_t heads_taken, const char *heads,
                       const char *grad_out, int half, int64_t window, const float *sinks, Span *span, Block *block,
-                      float *grads) {
+                      char *grads) {
     int64_t dim = span->dim, width = span->width, used = count * heads_taken;
     int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
     int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
@@ -189,7 +197,7 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
         const int64_t bytes = half ? 2 : 4;
         fetch(heads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
         fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
-        fetch(grads + (p->row[row] * p->total_heads + head) * dim, heads_taken * dim * sizeof(float));
+        fetch(grads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
     }
     memset(block->queries + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
     memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
@@ -213,29 +221,32 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
     for (int64_t i = 0; i < used; i++) {
         int64_t row = r + i / heads_taken, own = head + i % heads_taken;
         for (int64_t d = 0; d < dim; d += LANES)
-            *(vf *)(grads + (p->row[row] * p->total_heads + own) * dim + d) = *(vf *)(block->found + i * dim + d) * scale;
+            store(grads, (p->row[row] * p->total_heads + own) * dim + d, *(vf *)(block->found + i * dim + d) * scale, half);
     }
 }
 
 typedef struct {
     const Packed *rows;
-    int64_t dim, half, window; /* 0: none */
-    const float *sinks;        /* [K*G], or none */
+    int64_t count, dim, half, window; /* T; 0: none */
+    const float *sinks;               /* [K*G], or none */
     const char *heads, *grad_out;
-    float *grads;
+    char *grads;
 } AttendPackedBackward;
 
-/* Adds to grads [T, H, D] (float32) what grad_out [rows, K*G*D] gives, for some kv heads. */
+/* Grads [T, H, D] from grad_out [rows, K*G*D], for some kv heads and their queries; queries without a result stay as they
+   are. */
 int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_t last) {
     const Packed *p = in->rows;
     int64_t dim = in->dim, half = in->half;
     const char *heads = in->heads, *grad_out = in->grad_out;
-    float *grads = in->grads;
+    char *grads = in->grads;
     if (dim % COLUMNS) return 1;
     int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
     int64_t together = groups < QUERIES ? groups : QUERIES, rows = QUERIES / together;
-    float *memory = malloc(sizeof(float) * (5 * width * dim + 3 * QUERIES * dim + 2 * QUERIES * width)), *next = memory;
+    const int64_t sums_size = 2 * in->count * dim;
+    float *memory = malloc(sizeof(float) * (sums_size + 5 * width * dim + 3 * QUERIES * dim + 2 * QUERIES * width));
     if (!memory) return 2;
+    float *sums = memory, *next = memory + sums_size;
     Span span = {.dim = dim};
     Block block;
     float **parts[] = {&span.keys, &span.turned_keys, &span.turned_values, &span.key_grads, &span.value_grads};
@@ -244,17 +255,19 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     for (int i = 0; i < 3; i++, next += QUERIES * dim) *small[i] = next;
     block.shares = next;
     block.slopes = next + QUERIES * width;
-    for (int64_t r = 0, end; r < p->rows; r = end) {
-        end = end_of_span(p, r, p->rows);
-        for (int64_t k = first; k < last; k++) {
+    for (int64_t k = first; k < last; k++) {
+        memset(sums, 0, sizeof(float) * sums_size);
+        for (int64_t r = 0, end; r < p->rows; r = end) {
+            end = end_of_span(p, r, p->rows);
             read_span(p, end - 1, k, heads, half, &span);
             for (int64_t own = r; own < end; own += rows)
                 for (int64_t g = 0; g < groups; g += together)
                     run_block(p, own, own + rows < end ? rows : end - own, k * groups + g,
                               g + together < groups ? together : groups - g, heads, grad_out, half, in->window, in->sinks,
                               &span, &block, grads);
-            add_span(p, end - 1, k, &span, grads);
+            add_span(p, end - 1, &span, sums);
         }
+        store_sums(p, sums, in->count, dim, k, half, grads);
     }
     free(memory);
     return 0;
