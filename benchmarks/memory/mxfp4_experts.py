@@ -5,7 +5,7 @@
 Layers of gpt-oss-20b's widths (2,880; 64 query and 8 key heads of 64) with random codes and a small vocabulary, in
 bfloat16, the engine alone on one thread. Each way is a process of its own: its anonymous memory beyond what it had
 before it loaded the base, the CPU time of a token that one sequence decodes, and how far its logprobs of a prompt are
-from those of the first way. On a GPU: the device's memory, and the time of a clock, also for 64 sequences at once.
+from those of the first way. On a GPU: the memory of the device, and wall-clock time, also for 64 sequences at once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_folder(folder: Path, layers: int, experts: int) -> None:
 
 
 def own_bytes(device: str) -> int:
-    """The memory of this process on the device; of a CPU that no file stands for."""
+    """The memory that this process has on the device. On a CPU: its anonymous memory, without files that it maps."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())

@@ -14,6 +14,7 @@ from typing import Any
 import mint.engine.cuda
 import mint.engine.quantized
 from mint.engine.cuda.fast_paths import (
+    EDGE_INPUTS,
     Shapes,
     company_paths,
     fused_paths,
@@ -36,9 +37,6 @@ SPANS = {"20 rows with a shared prefix": [Span(0, 8), Span(8, 14, (0, 8)), Span(
 
 SHORT, LONG = (1, 17), (1, 6)
 """Rows: past the edge of a tile; with every length of a row, and padding."""
-
-WIDE = replace(SHAPES, hidden=1088)
-"""Quantized rows of more numbers than a program widens."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def paths(names: list[str]) -> Iterator[FastPath]:
         for path in (
             *_all_paths(replace(SHAPES, dtype=dtype), sound, LONG),
             *fused_paths(replace(SHAPES, dtype=dtype), fused, SHORT),
-            *quantized_paths(replace(WIDE, dtype=dtype), widen),
+            *quantized_paths(replace(SHAPES, dtype=dtype), widen),
         ):
             yield replace(path, name=f"sound in {dtype}")
     for name in names:
@@ -166,8 +164,8 @@ def paths(names: list[str]) -> Iterator[FastPath]:
                     yield replace(path, name=name)
             continue
         if fault.source == WIDENING_SOURCE:
-            for path in quantized_paths(WIDE, made.widen_matrix):
-                if path.case == fault.kernel:
+            for path in quantized_paths(SHAPES, made.widen_matrix):
+                if path.case == f"{fault.kernel}, {EDGE_INPUTS} inputs":
                     yield replace(path, name=name)
             continue
         kernels = made.TritonKernels() if fault.source == SOURCE else made.InvariantKernels()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from engine_data import LORA, job, train
 
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.protocol import SampleJob, SampleResult
+from mint.engine.sampling.prefix_cache import _Node
 from mint.engine.torch_engine import TorchEngine
 
 
@@ -150,6 +152,22 @@ def test_weights_that_are_dropped_during_a_job_leave_nothing_in_the_cache(publis
     while batch.keys:
         batch.step()
     assert published.kv_pages()["cached"] == published.kv_pages()["in_use"] == 0
+
+
+def test_what_dropped_weights_had_needs_no_garbage_collection(published: TorchEngine) -> None:
+    published.sample([job(_tokens(5 * PAGE_POSITIONS), weights_id="w", max_tokens=40)])
+    gc.collect()
+    gc.disable()  # a server collects so seldom that memory would pile up
+    try:
+        before = _nodes()
+        published.drop_weights("w")
+        assert before >= 6 and _nodes() == 0
+    finally:
+        gc.enable()
+
+
+def _nodes() -> int:
+    return sum(type(found) is _Node for found in gc.get_objects())
 
 
 def test_the_least_recently_used_go_first(fresh: Fresh) -> None:

@@ -288,7 +288,7 @@ class Device:
             )
         paths = [TRITON, CAPTURE, *([CAPTURED_EXPERTS] if decoder.mixtures else [])]
         if _is_quantized(decoder):
-            paths.append(QUANTIZED)  # plain operations read tables from the host
+            paths.append(QUANTIZED)  # a graph would keep what torch's operations take to widen each matrix
         kernels = self._step_kernels() if self._takes(*paths) and _fits_graphs(decoder) else None
         return EagerSteps(decoder, cache, states) if kernels is None else StepGraphs(decoder, cache, kernels)
 

@@ -86,8 +86,8 @@ def step_adam(
 
 
 def _all_finite(*vectors: Tensor) -> Tensor:
-    """Whether all numbers are, as a tensor: the least and the largest of a vector are, and neither is found where there
-    is a NaN. One pass over each vector; `isfinite` takes four."""
+    """Whether all numbers are finite, as a tensor. A vector is finite if its least and its largest number are; both are
+    NaN where it has one. This reads each vector once, where `isfinite` reads it four times."""
     ends = [end for vector in vectors if len(vector) for end in torch.aminmax(vector)]
     return torch.stack(ends).isfinite().all() if ends else torch.ones((), dtype=torch.bool, device=vectors[0].device)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -39,6 +39,7 @@ from mint.engine.protocol import AdamSpec
 from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, keep_mxfp4, quantize
 from mint.engine.quantized.quantized_matrix import Widen, widen_by_torch
 from mint.engine.sampling.kv_cache import side_by_side
+from mint.models.quantized_tensors import MXFP4_BLOCK
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
 EXPERTS, FUSED, INVARIANT = "grouped experts", "fused passes", "batch-invariant kernels"
@@ -72,8 +73,8 @@ SLOTS = 3
 SUMS = 3
 """Parts of a lora's first half, which the second half adds up."""
 
-QUANTIZED_ROWS, MXFP4_BLOCK = 130, 32
-"""Of the matrices that are widened, and the inputs with one scale in MXFP4."""
+QUANTIZED_ROWS, EDGE_INPUTS = 130, 1088
+"""Of the matrices that are widened; the second is more than a program widens, and no multiple of that."""
 
 VOCABULARY = 4099
 """Of the draw: no multiple of anything."""
@@ -296,25 +297,33 @@ def step_kernel_paths(shapes: Shapes, kernels: StepKernels, counts: Sequence[int
 
 
 def quantized_paths(shapes: Shapes, widen: Widen) -> Iterator[FastPath]:
-    """A matrix of each number format, and the one whose codes are any bits, in guarded memory. Both ways round the same
-    products of a code's value and its scale, so their bits are the same."""
-    generator = torch.Generator().manual_seed(1)
-    columns = -(-shapes.hidden // MXFP4_BLOCK) * MXFP4_BLOCK
-    packed = torch.randint(256, (QUANTIZED_ROWS, columns // 2), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(-8, 1, (QUANTIZED_ROWS, columns // MXFP4_BLOCK), generator=generator).float().exp2()
-    weight = _random(shapes, QUANTIZED_ROWS, shapes.hidden, seed=2)
+    """Matrices of each number format with inputs of the model's widths, and with more than a program widens, in guarded
+    memory, to the dtype of the base and to float32, as the unembedding. Both ways round the same products of a code's
+    value and its scale, so their bits are the same."""
+    for inputs in dict.fromkeys((shapes.hidden, shapes.inner, EDGE_INPUTS)):
+        for kind, matrix in _quantized(shapes, inputs).items():
+            if matrix is None:
+                continue
+            run = partial(_widened, matrix, dict.fromkeys((_dtype(shapes), torch.float32)))
+            ways = partial(_guarded, run, widen), partial(_guarded, run, widen_by_torch)
+            yield FastPath(QUANTIZED, f"{kind}, {inputs} inputs", *ways, 0.0)
+
+
+def _quantized(shapes: Shapes, inputs: int) -> dict[Quantization, QuantizedWeight | None]:
+    """A matrix of each format; None where so many inputs do not fit it. MXFP4 has random codes and scales."""
+    weight = _random(shapes, QUANTIZED_ROWS, inputs, seed=2)
     kinds: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
-    made: dict[Quantization, QuantizedWeight | None] = {kind: quantize(weight, kind) for kind in kinds}
-    made["mxfp4"] = keep_mxfp4(packed.to(shapes.device), scales.to(shapes.device))
-    for kind, matrix in made.items():
-        if matrix is None:
-            continue
-        run = partial(_widened, matrix, _dtype(shapes))
-        yield FastPath(QUANTIZED, kind, partial(_guarded, run, widen), partial(_guarded, run, widen_by_torch), 0.0)
+    found: dict[Quantization, QuantizedWeight | None] = {kind: quantize(weight, kind) for kind in kinds}
+    generator = torch.Generator().manual_seed(1)
+    blocks = -(-inputs // MXFP4_BLOCK)
+    codes = torch.randint(256, (QUANTIZED_ROWS, blocks * MXFP4_BLOCK // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(-8, 1, (QUANTIZED_ROWS, blocks), generator=generator).float().exp2()
+    found["mxfp4"] = keep_mxfp4(codes.to(shapes.device), scales.to(shapes.device))
+    return found
 
 
-def _widened(weight: QuantizedWeight, dtype: torch.dtype, widen: Widen) -> list[Tensor]:
-    return [widen(weight, dtype)]
+def _widened(weight: QuantizedWeight, dtypes: Iterable[torch.dtype], widen: Widen) -> list[Tensor]:
+    return [widen(weight, dtype) for dtype in dtypes]
 
 
 def fused_paths(shapes: Shapes, fused: TrainingPasses, counts: Sequence[int]) -> Iterator[FastPath]:

@@ -168,7 +168,7 @@ def pass_bytes(
     return max(
         rows * (at_logits + 3 * hidden) + int(4 * copies * chunk),
         rows * (kept + HIDDEN_ROWS * hidden) + _mlp_backward(config, operations, rows),
-        rows * (kept + _attention_backward(config, dtype)),
+        rows * (kept + _attention_backward(config, operations)),
     )
 
 
@@ -190,12 +190,17 @@ def _mlp_backward(config: DecoderConfig, operations: Operations, rows: int) -> i
     return part * 4 * numbers + 2 * inner * config.hidden_size * operations.dtype.itemsize
 
 
-def _attention_backward(config: DecoderConfig, dtype: torch.dtype) -> int:
+def _attention_backward(config: DecoderConfig, operations: Operations) -> int:
     """Bytes of a row in the backward of attention beside what is kept: the gradient for the heads and for what was
-    attended, and five hidden states. What the MLP of the layer had kept is free by then."""
-    heads = config.query_size + 2 * config.key_value_size
-    freed = 2 * dtype.itemsize * config.intermediate_size + 4 * config.hidden_size
-    return max(0, 4 * heads + 4 * config.query_size + 5 * 4 * config.hidden_size - freed)
+    attended, and five hidden states. The kernels in C write the first in the dtype of the heads, and each thread has
+    sums for the keys and values of one head. What the MLP of the layer had kept is free by then."""
+    heads, itemsize = config.query_size + 2 * config.key_value_size, operations.dtype.itemsize
+    gradient = 4 * heads
+    if operations.instructions is not None:
+        at_once = min(torch.get_num_threads(), config.num_key_value_heads)
+        gradient = itemsize * heads + 4 * 2 * config.head_dim * at_once
+    freed = 2 * itemsize * config.intermediate_size + 4 * config.hidden_size
+    return max(0, gradient + 4 * config.query_size + 5 * 4 * config.hidden_size - freed)
 
 
 def _merged_bytes(

@@ -114,7 +114,8 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
     block = _block(inputs, kind)
     if block is None:
         return None
-    parts = [_quantize_rows(rows, kind, block) for rows in weight.split(max(1, ENTRIES_AT_ONCE // inputs))]
+    at_once = max(1, ENTRIES_AT_ONCE // inputs)
+    parts = [_quantize_rows(rows, kind, block) for rows in weight.contiguous().split(at_once)]
     codes, scales = (torch.cat(own) for own in zip(*parts, strict=True))
     return QuantizedWeight(kind, codes, scales)
 
@@ -152,7 +153,8 @@ def _quantize_rows(weight: Tensor, kind: Quantization, block: int) -> tuple[Tens
 
 
 def keep_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> QuantizedWeight | None:
-    """A matrix of FP8 codes `torch.float8_e4m3fn` [O, I] as it is, with a scale for each `block` of outputs and inputs.
+    """A matrix of FP8 codes `torch.float8_e4m3fn` [O, I], contiguous, as it is, with a scale for each `block` of
+    outputs and inputs. No code is copied.
 
     None where the blocks of a row differ in width, or I is not a multiple of 4.
     """

@@ -121,6 +121,7 @@ class PrefixCache:
         for node in nodes:
             self._drop_state(node)
             del self._used[node.scope][node]
+            node.siblings.nodes.clear()  # else a node and its siblings would hold one another until a full collection
         self._cache.release(np.array([node.page for node in nodes], np.int64))
 
     def find(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray) -> Match:
