@@ -74,7 +74,7 @@ SUMS = 3
 """Parts of a lora's first half, which the second half adds up."""
 
 QUANTIZED_ROWS, EDGE_INPUTS = 130, 1088
-"""Of the matrices that are widened; the second is more than a program widens, and no multiple of that."""
+"""Rows of the matrices that are widened, and inputs that two programs widen: 1,024 of them, and the rest."""
 
 VOCABULARY = 4099
 """Of the draw: no multiple of anything."""

@@ -88,7 +88,7 @@ def codes_per_word(kind: Quantization) -> int:
 
 
 def code_values(kind: Quantization) -> Tensor:
-    """What each code stands for before it is scaled, float32 [16 or 256]."""
+    """The values of all codes, without a scale: float32 [16 or 256]."""
     return torch.tensor(TABLES[kind]) if kind in TABLES else _byte_values(kind, torch.arange(256, dtype=torch.uint8))
 
 
