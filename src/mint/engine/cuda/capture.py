@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def capture(run: Callable[[], Tensor], *, pool: Any) -> tuple[torch.cuda.CUDAGra
         RuntimeError: `run` waits for the device, or memory ran out. Work goes on as if nothing had been captured.
     """
     present = torch.cuda.current_stream()
-    aside = torch.cuda.Stream()
+    aside = _side_stream(present.device_index)
     aside.wait_stream(present)
     with torch.cuda.stream(aside):
         run()
@@ -40,6 +41,12 @@ def capture(run: Callable[[], Tensor], *, pool: Any) -> tuple[torch.cuda.CUDAGra
             torch._C._cuda_endAllocateToPool(present.device_index, pool)
         raise
     return graph, found
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One stream for all first runs on a device: what a run frees on a stream is kept for that stream."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
