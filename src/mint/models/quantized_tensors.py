@@ -26,8 +26,7 @@ _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the value of each code of 4 bits."""
 
-MXFP4_BLOCK = 32
-"""Inputs with one scale."""
+_MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Mxfp4Tensor(StoredTensor):
         codes = (stored.unsqueeze(-1) >> stored.new_tensor((0, 4))).bitwise_and_(15)
         doubled = stored.char().new_tensor(_E2M1_DOUBLED).index_select(0, codes.flatten().int())
         halves = _powers_of_two(exponents, 128)
-        numbers = doubled.float().view(*exponents.shape, MXFP4_BLOCK).mul_(halves.unsqueeze(-1))
+        numbers = doubled.float().view(*exponents.shape, _MXFP4_BLOCK).mul_(halves.unsqueeze(-1))
         return numbers.flatten(-2).transpose(-1, -2).contiguous()
 
     @property
@@ -137,9 +136,9 @@ def _with_exponents(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTens
         if scales is None or len(scales.shape) != 3 or {tensor.dtype, scales.dtype} != {"U8"}:
             raise _unfit(name, f"has no {stem}_scales of 3 dimensions, both of bytes")
         experts, outputs, blocks = scales.shape
-        if tensor.shape != (experts, outputs, blocks, MXFP4_BLOCK // 2):
+        if tensor.shape != (experts, outputs, blocks, _MXFP4_BLOCK // 2):
             raise _unfit(name, f"is {list(tensor.shape)} with scales {list(scales.shape)}")
-        shape = (experts, blocks * MXFP4_BLOCK, outputs)
+        shape = (experts, blocks * _MXFP4_BLOCK, outputs)
         found[stem] = Mxfp4Tensor("F32", shape, tensor.name, tensor.file, tensor.path, scales)
     return found
 

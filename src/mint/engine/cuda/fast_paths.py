@@ -36,10 +36,9 @@ from mint.engine.model.weights import AttentionWeights
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import AdamSpec
-from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, keep_mxfp4, quantize
+from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, codes_per_word, keep_mxfp4, quantize
 from mint.engine.quantized.quantized_matrix import Widen, widen_by_torch
 from mint.engine.sampling.kv_cache import side_by_side
-from mint.models.quantized_tensors import MXFP4_BLOCK
 
 FLEX, TRITON, CAPTURE, OPTIMIZER = "FlexAttention", "Triton kernels", "captured steps", "fused optimizer"
 EXPERTS, FUSED, INVARIANT = "grouped experts", "fused passes", "batch-invariant kernels"
@@ -310,14 +309,15 @@ def quantized_paths(shapes: Shapes, widen: Widen) -> Iterator[FastPath]:
 
 
 def _quantized(shapes: Shapes, inputs: int) -> dict[Quantization, QuantizedWeight | None]:
-    """A matrix of each format; None where so many inputs do not fit it. MXFP4 has random codes and scales."""
+    """A matrix of each format; None where so many inputs do not fit it. MXFP4 has random codes, and a random scale for
+    each word of them."""
     weight = _random(shapes, QUANTIZED_ROWS, inputs, seed=2)
     kinds: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
     found: dict[Quantization, QuantizedWeight | None] = {kind: quantize(weight, kind) for kind in kinds}
     generator = torch.Generator().manual_seed(1)
-    blocks = -(-inputs // MXFP4_BLOCK)
-    codes = torch.randint(256, (QUANTIZED_ROWS, blocks * MXFP4_BLOCK // 2), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(-8, 1, (QUANTIZED_ROWS, blocks), generator=generator).float().exp2()
+    words = inputs // codes_per_word("mxfp4")
+    codes = torch.randint(256, (QUANTIZED_ROWS, 4 * words), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(-8, 1, (QUANTIZED_ROWS, words), generator=generator).float().exp2()
     found["mxfp4"] = keep_mxfp4(codes.to(shapes.device), scales.to(shapes.device))
     return found
 
