@@ -79,8 +79,7 @@ def measure(figure: Figure, side: str, options: Options) -> dict[str, Any]:
     settings |= {"dtype": options.dtype, "device": options.device}
     is_training = figure.work == "train"
     spec = train_spec(figure.shape, **settings) if is_training else step_spec("sample", figure.shape, **settings)
-    spec |= {"adapter": str(adapter.folder), "batch_invariant": options.batch_invariant}
-    spec["quantize"] = options.quantize
+    spec |= {"adapter": str(adapter.folder), "batch_invariant": options.batch_invariant, "quantize": options.quantize}
     began_s = time.perf_counter()
     worker: Any
     if side == "mint":

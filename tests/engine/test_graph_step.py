@@ -25,6 +25,8 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
+from mint.engine.quantized.number_formats import Quantization
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.prefill import PromptPart, run_prompts
@@ -98,6 +100,21 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
             expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
             positions = positions + 1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@torch.inference_mode()
+def test_rows_of_a_quantized_base_have_the_logits_of_the_decoders_forward(
+    kind: Quantization, tmp_path: Path, device: str
+) -> None:
+    write_model(tmp_path, "tied", hidden_size=128, intermediate_size=192, head_dim=32, num_attention_heads=4)
+    decoder = open_decoder(tmp_path, device=device, quantization=kind)
+    assert all(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
+    pages, table, positions = _pages(decoder), np.array([[5, 9], [7, 3], [5, 1]]), np.array([70, 63, 64])
+    runs, tokens = [LoraRows(0, 3, _lora(decoder, LORA, 1))], np.array([1, 2, 3])
+    found = _graphs(decoder, pages, 4).open(table, table[:, 0], positions, runs).run(tokens, positions)
+    expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
 @torch.inference_mode()

@@ -21,8 +21,7 @@ from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
-from mint.engine.quantized.number_formats import QuantizedWeight
-from mint.engine.quantized.quantized_matrix import QuantizedMatrix, Widen, widen_by_torch
+from mint.engine.quantized.quantized_matrix import Widen, widen_by_torch
 
 
 class TrainingPasses(Protocol):
@@ -111,12 +110,11 @@ class CudaOperations(TorchOperations):
     ) -> None:
         """`memory_bytes` are those of a GPU that is not here, to plan for it. With `expert_kernels`, the experts of a
         mixture are computed together. `fused` passes are taken where they compute the activation. `wide_products`:
-        whether products of bfloat16 may have float32 as results, for logits. `widen` makes the matrices of quantized
-        weights for their products."""
-        super().__init__(dtype, device, activation)
+        whether products of bfloat16 may have float32 as results, for logits. `widen` as in
+        `TorchOperations`."""
+        super().__init__(dtype, device, activation, widen=widen)
         self._expert_kernels = expert_kernels
         self._wide_products = wide_products
-        self._widen = widen
         self._fused = fused
         self._fused_swiglu = fused if activation == "silu" else None
         total = memory_bytes or torch.cuda.get_device_properties(device).total_memory
@@ -200,14 +198,6 @@ class CudaOperations(TorchOperations):
     @override
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
-
-    @override
-    def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
-        return QuantizedMatrix(weight, self.dtype, self._widen)
-
-    @override
-    def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
-        return QuantizedMatrix(weight, torch.float32, self._widen)
 
     @override
     def unembedding(self, weight: Tensor) -> Matrix:

@@ -37,7 +37,7 @@ from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
-from mint.engine.quantized.quantized_matrix import QuantizedMatrix
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix, Widen, widen_by_torch
 from mint.engine.transfers import upload
 
 
@@ -54,10 +54,19 @@ class TorchOperations:
     merged_bytes = 0
     logits_at_once = 1 << 28
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation: Activation = "silu",
+        *,
+        widen: Widen = widen_by_torch,
+    ) -> None:
+        """`widen` makes the matrices of quantized weights for their products."""
         self.dtype = dtype
         self.device = device
         self.activation = activation
+        self._widen = widen
 
     # --- memory ---
 
@@ -70,7 +79,7 @@ class TorchOperations:
         return DenseMatrix(weight)
 
     def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
-        return QuantizedMatrix(weight, self.dtype)
+        return QuantizedMatrix(weight, self.dtype, self._widen)
 
     def unembedding(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight) if weight.dtype == torch.float32 else Float32Product(weight)
@@ -82,7 +91,7 @@ class TorchOperations:
         return 0
 
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
-        return QuantizedMatrix(weight, torch.float32)
+        return QuantizedMatrix(weight, torch.float32, self._widen)
 
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         return SeparateLoras(self)

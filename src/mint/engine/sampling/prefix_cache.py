@@ -173,14 +173,13 @@ class PrefixCache:
         level = self._roots[weights][scope]
         path, held = [], []
         keys = _key(tokens)
-        key_size = PAGE_POSITIONS * _TOKEN_BYTES
         used = self._used.setdefault(scope, OrderedDict())
-        for number, page in zip(range(-(-len(tokens) // PAGE_POSITIONS)), pages.tolist(), strict=False):
-            key = keys[number * key_size : (number + 1) * key_size]
+        for start, page in zip(range(0, len(tokens), PAGE_POSITIONS), pages.tolist(), strict=False):
+            end = start + PAGE_POSITIONS
+            key = keys[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
             node = level.nodes.get(key)
             if node is None:
-                own = tokens[number * PAGE_POSITIONS : (number + 1) * PAGE_POSITIONS]
-                node = level.add(key, own, page, scope)
+                node = level.add(key, tokens[start:end], page, scope)
                 held.append(page)
                 used[node] = None
             path.append(node)

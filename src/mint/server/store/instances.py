@@ -168,7 +168,7 @@ class Instance:
         self._role = SERVER if is_server else ""
         self.instance_id = f"{self._role}{uuid.uuid4().hex}"
         self._housekeeping: int | None = None
-        self._longest = 0  # mark so far, in bytes
+        self._longest = 0  # bytes of the longest mark so far
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
         _lock_files.add(self._file)
         fcntl.flock(self._file, fcntl.LOCK_EX)
