@@ -102,7 +102,10 @@ def test_attention_and_its_gradient_are_those_of_float64(
     near: float = 1e-5 if dtype == torch.float32 else 1e-2
     assert exact.grad is not None and own.grad is not None
     torch.testing.assert_close(found.double(), expected.detach(), rtol=near, atol=near)
-    torch.testing.assert_close(own.grad.double(), exact.grad, rtol=near, atol=near)
+    # A gradient in bfloat16 is a sum of rounded shares; the float32 one is not.
+    torch.testing.assert_close(own.grad.double(), exact.grad, rtol=near, atol=near if dtype == torch.float32 else 3e-2)
+    error = (own.grad.double() - exact.grad).square().mean().sqrt() / exact.grad.square().mean().sqrt()
+    assert error < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

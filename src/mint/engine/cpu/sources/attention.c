@@ -25,17 +25,6 @@
 #endif
 #define CACHED_SCORES (1 << 16) /* scores that stay in the level-2 cache, with the keys */
 
-/* total + a * b for words. */
-INLINE vf add_words(vf total, vf a, vf b, const int half) {
-    if (!half) return total + a * b;
-#ifdef __AVX512BF16__
-    return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
-#else
-    total += even(a) * even(b);
-    return total + odd(a) * odd(b);
-#endif
-}
-
 /* A score is the sum over 16 lanes, in pairs, of what every 16th word adds up to. It is found in two ways: */
 
 /* scores[p][at + j] = queries[p] . key j, for `panels` times 16 keys turned to [panels, 16 * steps words, 16]. */

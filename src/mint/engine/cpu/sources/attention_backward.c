@@ -1,7 +1,11 @@
 /* Attention's backward on a CPU. The scores are computed again, for several queries at once, over keys turned so that 16
    of them lie side by side.
 
-   Sums are in float32, in the order of rows and keys; heads and their gradients are float32 or bfloat16.
+   Sums are in float32, in the order of rows and keys; heads and their gradients are float32 or bfloat16. Where the
+   processor multiplies pairs of bfloat16 in half the time, it does so: shares, and the slopes of scores, are rounded to
+   bfloat16 before they are multiplied with heads, as FlashAttention does. A pair are two numbers of a head, two keys, or
+   two query heads of one row, so that the gradient of a row does not depend on which other rows have one. With one query
+   head per kv head, a pair would hold one query and zeros, and floats are as fast.
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
@@ -14,42 +18,62 @@
 #define AHEAD 16 /* rows */
 #define LINE 64
 
+#ifdef __AVX512BF16__
+#define PAIRS 1 /* products of bfloat16 take half the time of those of floats */
+#else
+#define PAIRS 0
+#endif
+
 static void fetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
 }
 
-/* The keys and values of one kv head that some rows share, in float32: as they are [width, D], and turned, 16 of them
-   side by side [width / 16, D, 16]; and what their gradients have become. */
+/* The keys and values of one kv head that some rows share: keys as the rows of a mix [width, D], keys and values turned,
+   16 of them side by side [width / 16, D, 16], and what their gradients have become. All are words: floats, or, if
+   `paired`, two bfloat16 side by side: of a mix, those of two keys; of what is turned, those of two numbers of a head. So
+   there are half as many. */
 typedef struct {
-    int64_t dim, width;
+    int64_t dim, words, width;
+    int paired;
     float *keys, *turned_keys, *turned_values, *key_grads, *value_grads;
 } Span;
 
-/* Of one block of queries: the queries times 1 / sqrt(D), the gradients of what they attended, and the gradients for the
-   queries [8, D]; shares and slopes [8, width]. */
+/* Of one block of queries: the queries and the gradients of what they attended [8, words]; the same as rows of an outer
+   product [8, D] (paired: those of two queries side by side, [4, D]); the gradients for the queries [8, D]; shares and
+   slopes [8, width]; and, if paired, these as factors: of two queries [4, width], of two keys [8, width / 2]. */
 typedef struct {
-    float *queries, *grads, *found, *shares, *slopes;
+    float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
+    float *outer_shares, *outer_slopes, *key_slopes;
 } Block;
 
+typedef int32_t Word __attribute__((may_alias)); /* two numbers of 16 bits were written */
+
+/* total + x * the same word for all lanes. */
+INLINE vf add_same(vf total, const float *word, vf x, const int paired) {
+    return paired ? add_words(total, (vf)((vi){0} + *(const Word *)word), x, 1) : total + *word * x;
+}
+
 /* out[p][j] = rows[p] . key j, for keys turned, up to `count` (a multiple of 16). */
-static void times_turned(const float *rows, int64_t dim, const float *turned, int64_t count, float *out, int64_t width) {
+INLINE void times_turned(const float *rows, int64_t words, const float *turned, int64_t count, float *out, int64_t width,
+                         const int paired) {
     for (int64_t j = 0; j < count; j += LANES) {
-        const float *panel = turned + j * dim;
+        const float *panel = turned + j * words;
         vf total[QUERIES];
 #pragma GCC unroll 8
         for (int p = 0; p < QUERIES; p++) total[p] = (vf){0};
-        for (int64_t d = 0; d < dim; d++) {
-            vf x = *(const vf *)(panel + d * LANES);
+        for (int64_t w = 0; w < words; w++) {
+            vf x = *(const vf *)(panel + w * LANES);
 #pragma GCC unroll 8
-            for (int p = 0; p < QUERIES; p++) total[p] += rows[p * dim + d] * x;
+            for (int p = 0; p < QUERIES; p++) total[p] = add_same(total[p], rows + p * words + w, x, paired);
         }
 #pragma GCC unroll 8
         for (int p = 0; p < QUERIES; p++) *(vf *)(out + p * width + j) = total[p];
     }
 }
 
-/* out[p] = sum over keys j of factors[p][j] * keys[j]. */
-static void mix_keys(const float *factors, int64_t width, const float *keys, int64_t count, int64_t dim, float *out) {
+/* out[p] = sum over words j of factors[p][j] * keys[j]. */
+INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int64_t count, int64_t dim, float *out,
+                     const int paired) {
     for (int64_t d = 0; d < dim; d += COLUMNS) {
         vf first[QUERIES], second[QUERIES];
 #pragma GCC unroll 8
@@ -58,9 +82,8 @@ static void mix_keys(const float *factors, int64_t width, const float *keys, int
             vf a = *(const vf *)(keys + j * dim + d), b = *(const vf *)(keys + j * dim + d + LANES);
 #pragma GCC unroll 8
             for (int p = 0; p < QUERIES; p++) {
-                float factor = factors[p * width + j];
-                first[p] += factor * a;
-                second[p] += factor * b;
+                first[p] = add_same(first[p], factors + p * width + j, a, paired);
+                second[p] = add_same(second[p], factors + p * width + j, b, paired);
             }
         }
 #pragma GCC unroll 8
@@ -71,22 +94,23 @@ static void mix_keys(const float *factors, int64_t width, const float *keys, int
     }
 }
 
-/* sums[j] += sum over p of factors[p][j] * rows[p]. */
-static void add_outer(const float *factors, int64_t width, const float *rows, int64_t count, int64_t dim, float *sums) {
+/* sums[j] += sum over p of factors[p][j] * rows[p]; p counts queries, or pairs of them. */
+INLINE void add_outer(const float *factors, int64_t width, const float *rows, int64_t count, int64_t dim, float *sums,
+                      const int paired) {
+    const int most = paired ? QUERIES / 2 : QUERIES;
     for (int64_t d = 0; d < dim; d += COLUMNS) {
         vf first[QUERIES], second[QUERIES];
 #pragma GCC unroll 8
-        for (int p = 0; p < QUERIES; p++) {
+        for (int p = 0; p < most; p++) {
             first[p] = *(const vf *)(rows + p * dim + d);
             second[p] = *(const vf *)(rows + p * dim + d + LANES);
         }
         for (int64_t j = 0; j < count; j++) {
             vf a = *(vf *)(sums + j * dim + d), b = *(vf *)(sums + j * dim + d + LANES);
 #pragma GCC unroll 8
-            for (int p = 0; p < QUERIES; p++) {
-                float factor = factors[p * width + j];
-                a += factor * first[p];
-                b += factor * second[p];
+            for (int p = 0; p < most; p++) {
+                a = add_same(a, factors + p * width + j, first[p], paired);
+                b = add_same(b, factors + p * width + j, second[p], paired);
             }
             *(vf *)(sums + j * dim + d) = a;
             *(vf *)(sums + j * dim + d + LANES) = b;
@@ -94,11 +118,11 @@ static void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
-/* Of up to LANES queries: from scores to shares, and from d / d share to d / d score; zeros from `low` to their own `firsts`,
-   and from their own `keys` to `padded`. */
+/* Of up to LANES queries: from scores to shares, and from d / d share to d / d score, with which the scores were scaled;
+   zeros from `low` to their own `firsts`, and from their own `keys` to `padded`. */
 static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *firsts, const int64_t *keys,
-                             const float *sinks, int64_t count, int64_t low, int64_t padded) {
-    vf total[LANES] = {{0}}, inverse = exponentials(shares, firsts, keys, count, 1.0f, sinks);
+                             float scale, const float *sinks, int64_t count, int64_t low, int64_t padded) {
+    vf total[LANES] = {{0}}, inverse = exponentials(shares, firsts, keys, count, scale, sinks);
     for (int64_t p = 0; p < count; p++) {
         int64_t start = whole_lanes(firsts[p]), last = whole_lanes(keys[p] - 1);
         *(vf *)(slopes[p] + last) = first_lanes(*(vf *)(slopes[p] + last), keys[p] - last, 0);
@@ -112,7 +136,25 @@ static void softmax_backward(float *const *shares, float *const *slopes, const i
     vf mean = sums(total);
     for (int64_t p = 0; p < count; p++)
         for (int64_t j = whole_lanes(firsts[p]); j < keys[p]; j += LANES)
-            *(vf *)(slopes[p] + j) = *(vf *)(shares[p] + j) * (*(vf *)(slopes[p] + j) - mean[p]);
+            *(vf *)(slopes[p] + j) = *(vf *)(shares[p] + j) * (*(vf *)(slopes[p] + j) - mean[p]) * scale;
+}
+
+/* Two rounded rows as pairs of bfloat16. */
+INLINE vf pairs(vu first, vu second) { return (vf)(first | second << 16); }
+
+/* The factors of a block from keys `low` to `padded`. */
+static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t padded) {
+    for (int p = 0; p < QUERIES; p += 2) {
+        const float *share = block->shares + p * width, *slope = block->slopes + p * width;
+        for (int64_t j = low; j < padded; j += LANES) {
+            vu first = rounded(*(const vf *)(slope + j)), second = rounded(*(const vf *)(slope + width + j));
+            *(vf *)(block->outer_slopes + p / 2 * width + j) = pairs(first, second);
+            *(vh *)((uint16_t *)(block->key_slopes + p * (width / 2)) + j) = __builtin_convertvector(first, vh);
+            *(vh *)((uint16_t *)(block->key_slopes + (p + 1) * (width / 2)) + j) = __builtin_convertvector(second, vh);
+            first = rounded(*(const vf *)(share + j)), second = rounded(*(const vf *)(share + width + j));
+            *(vf *)(block->outer_shares + p / 2 * width + j) = pairs(first, second);
+        }
+    }
 }
 
 static int64_t keys_of(const Packed *p, int64_t r) { return p->prefix_count[r] + p->row[r] - p->own[r] + 1; }
@@ -122,33 +164,46 @@ static int64_t row_of_key(const Packed *p, int64_t r, int64_t j) {
     return j < p->prefix_count[r] ? p->prefix[r] + j : p->own[r] + j - p->prefix_count[r];
 }
 
-/* Rows [count, D] 16 side by side: [count / 16, D, 16]. */
-static void turn(const float *rows, int64_t count, int64_t dim, float *turned) {
-    for (int64_t j = 0; j < count; j += LANES) {
-        const char *own[LANES];
-        for (int64_t i = 0; i < LANES; i++) own[i] = (const char *)(rows + (j + i) * dim);
-        for (int64_t d = 0; d < dim; d += LANES) turn_words(own, d * sizeof(float), turned + j * dim + d * LANES);
-    }
+/* 16 rows of `words`, side by side: [words, 16]. */
+INLINE void turn(const char *const *rows, int64_t words, float *turned) {
+    for (int64_t w = 0; w < words; w += LANES) turn_words(rows, w * sizeof(float), turned + w * LANES);
+}
+
+/* 16 bfloat16 of each of two rows, in pairs. */
+INLINE vf pairs_of(const char *first, const char *second, int64_t at) {
+    vh one = *(const vh *)((const uint16_t *)first + at), other = *(const vh *)((const uint16_t *)second + at);
+    return pairs(__builtin_convertvector(one, vu), __builtin_convertvector(other, vu));
 }
 
 static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
-    const int64_t dim = span->dim, count = keys_of(p, last), bytes = half ? 2 : 4;
+    const int64_t dim = span->dim, count = keys_of(p, last), bytes = half ? 2 : 4, behind = p->kv_heads * dim * bytes;
     float *values = span->value_grads; /* a place for a moment */
     span->width = (count + LANES - 1) / LANES * LANES;
-    for (int64_t j = 0; j < span->width; j++) {
-        int64_t at = (row_of_key(p, last, j < count ? j : count - 1) * p->total_heads + p->query_heads + k) * dim;
-        if (j + AHEAD < count) {
+    for (int64_t start = 0; start < span->width; start += LANES) {
+        const char *key[LANES], *value[LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t j = start + i < count ? start + i : count - 1;
+            key[i] = heads + (row_of_key(p, last, j) * p->total_heads + p->query_heads + k) * dim * bytes;
+            value[i] = key[i] + behind;
+            if (j + AHEAD >= count) continue;
             const char *next = heads + (row_of_key(p, last, j + AHEAD) * p->total_heads + p->query_heads + k) * dim * bytes;
             fetch(next, dim * bytes);
-            fetch(next + p->kv_heads * dim * bytes, dim * bytes);
+            fetch(next + behind, dim * bytes);
         }
-        for (int64_t d = 0; d < dim; d += LANES) {
-            *(vf *)(span->keys + j * dim + d) = load(heads, at + d, half);
-            *(vf *)(values + j * dim + d) = load(heads, at + p->kv_heads * dim + d, half);
+        for (int64_t i = 0; span->paired && i < LANES; i += 2)
+            for (int64_t d = 0; d < dim; d += LANES)
+                *(vf *)(span->keys + (start + i) / 2 * dim + d) = pairs_of(key[i], key[i + 1], d);
+        for (int64_t i = 0; !span->paired && i < LANES; i++) {
+            float *wide_key = span->keys + (start + i) * dim, *wide_value = values + i * dim;
+            for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_key + d) = load(key[i], d, half);
+            key[i] = (const char *)wide_key;
+            if (!half) continue;
+            for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_value + d) = load(value[i], d, half);
+            value[i] = (const char *)wide_value;
         }
+        turn(key, span->words, span->turned_keys + start * span->words);
+        turn(value, span->words, span->turned_values + start * span->words);
     }
-    turn(span->keys, span->width, dim, span->turned_keys);
-    turn(values, span->width, dim, span->turned_values);
     memset(span->key_grads, 0, sizeof(float) * span->width * dim);
     memset(span->value_grads, 0, sizeof(float) * span->width * dim);
 }
@@ -177,52 +232,15 @@ static void store_sums(const Packed *p, const float *sums, int64_t count, int64_
     }
 }
 
-/* `count` rows from r on and `heads_taken` query heads from `head` on, at most 8 queries; the rest are zeros. */
-static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, int64_t heads_taken, const char *heads,
-                      const char *grad_out, int half, int64_t window, const float *sinks, Span *span, Block *block,
-                      char *grads) {
-    int64_t dim = span->dim, width = span->width, used = count * heads_taken;
-    int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
-    int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
-    const float scale = 1.0f / sqrtf((float)dim);
-    for (int64_t i = 0; i < used; i++) {
-        int64_t row = r + i / heads_taken, own = head + i % heads_taken;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            vf query = load(heads, (p->row[row] * p->total_heads + own) * dim + d, half);
-            *(vf *)(block->queries + i * dim + d) = query * scale;
-            *(vf *)(block->grads + i * dim + d) = load(grad_out, (row * p->query_heads + own) * dim + d, half);
-        }
-    }
-    for (int64_t row = r + count; row < p->rows && row < r + 2 * count; row++) { /* for the next block */
-        const int64_t bytes = half ? 2 : 4;
-        fetch(heads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
-        fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
-        fetch(grads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
-    }
-    memset(block->queries + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
-    memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
-    times_turned(block->queries, dim, span->turned_keys + low * dim, seen, block->shares + low, width);
-    times_turned(block->grads, dim, span->turned_values + low * dim, seen, block->slopes + low, width);
-    float *shares[QUERIES], *slopes[QUERIES], own_sinks[2 * QUERIES] = {0};
-    int64_t firsts[QUERIES], keys[QUERIES];
-    for (int64_t i = 0; i < QUERIES; i++) {
-        shares[i] = block->shares + i * width;
-        slopes[i] = block->slopes + i * width;
-        if (i < used) keys[i] = keys_of(p, r + i / heads_taken), firsts[i] = first_seen(keys[i], window);
-        if (i < used && sinks) own_sinks[i] = sinks[head + i % heads_taken];
-        if (i >= used) memset(shares[i], 0, sizeof(float) * padded), memset(slopes[i], 0, sizeof(float) * padded);
-    }
-    for (int64_t i = 0; i < used; i += LANES)
-        softmax_backward(shares + i, slopes + i, firsts + i, keys + i, sinks ? own_sinks + i : 0,
-                         used - i < LANES ? used - i : LANES, low, padded);
-    mix_keys(block->slopes + low, width, span->keys + low * dim, seen, dim, block->found);
-    add_outer(block->slopes + low, width, block->queries, seen, dim, span->key_grads + low * dim);
-    add_outer(block->shares + low, width, block->grads, seen, dim, span->value_grads + low * dim);
-    for (int64_t i = 0; i < used; i++) {
-        int64_t row = r + i / heads_taken, own = head + i % heads_taken;
+/* Eight rows of heads for products with what is turned, and for outer ones. */
+INLINE void read_rows(const char *const *rows, int64_t dim, int half, float *own, float *outer, const int paired) {
+    for (int64_t i = 0; i < QUERIES; i++)
         for (int64_t d = 0; d < dim; d += LANES)
-            store(grads, (p->row[row] * p->total_heads + own) * dim + d, *(vf *)(block->found + i * dim + d) * scale, half);
-    }
+            if (paired) *(vh *)((uint16_t *)own + i * dim + d) = *(const vh *)((const uint16_t *)rows[i] + d);
+            else *(vf *)(own + i * dim + d) = load(rows[i], d, half);
+    for (int64_t i = 0; paired && i < QUERIES; i += 2)
+        for (int64_t d = 0; d < dim; d += LANES)
+            *(vf *)(outer + i / 2 * dim + d) = pairs_of(rows[i], rows[i + 1], d);
 }
 
 typedef struct {
@@ -233,41 +251,120 @@ typedef struct {
     char *grads;
 } AttendPackedBackward;
 
+/* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, at most 8 in all. Where
+   there is no query, rows are zeros. */
+INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
+                      int64_t slots, Span *span, Block *block, const int paired) {
+    const Packed *p = in->rows;
+    const char *heads = in->heads, *grad_out = in->grad_out;
+    const float *sinks = in->sinks;
+    char *grads = in->grads;
+    const int64_t half = in->half, bytes = half ? 2 : 4, window = in->window;
+    const int64_t dim = span->dim, words = span->words, width = span->width;
+    int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
+    int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
+    const float scale = 1.0f / sqrtf((float)dim);
+    const char *query[QUERIES], *grad[QUERIES];
+    char *place[QUERIES]; /* of a query's gradient; 0: there is no query */
+    float *shares[QUERIES], *slopes[QUERIES], own_sinks[2 * QUERIES] = {0};
+    int64_t firsts[QUERIES], keys[QUERIES], used = 0;
+    for (int64_t i = 0, row = r, slot = 0; i < QUERIES; i++, slot++) {
+        if (slot == slots) slot = 0, row++;
+        query[i] = grad[i] = (const char *)block->zeros;
+        place[i] = 0;
+        if (row >= r + count || slot >= heads_taken) continue;
+        const int64_t own = head + slot, at = (p->row[row] * p->total_heads + own) * dim * bytes;
+        query[i] = heads + at;
+        grad[i] = grad_out + (row * p->query_heads + own) * dim * bytes;
+        place[i] = grads + at;
+        shares[used] = block->shares + i * width;
+        slopes[used] = block->slopes + i * width;
+        keys[used] = keys_of(p, row);
+        firsts[used] = first_seen(keys[used], window);
+        if (sinks) own_sinks[used] = sinks[own];
+        used++;
+    }
+    for (int64_t row = r + count; row < p->rows && row < r + 2 * count; row++) { /* for the next block */
+        fetch(heads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
+        fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
+        fetch(grads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
+    }
+    read_rows(query, dim, half, block->queries, block->outer_queries, paired);
+    read_rows(grad, dim, half, block->grads, block->outer_grads, paired);
+    times_turned(block->queries, words, span->turned_keys + low * words, seen, block->shares + low, width, paired);
+    times_turned(block->grads, words, span->turned_values + low * words, seen, block->slopes + low, width, paired);
+    for (int64_t i = 0; i < QUERIES; i++) /* 0 times what is not finite is no zero */
+        if (!place[i])
+            for (int64_t j = low; j < padded; j += LANES)
+                *(vf *)(block->shares + i * width + j) = *(vf *)(block->slopes + i * width + j) = (vf){0};
+    for (int64_t i = 0; i < used; i += LANES)
+        softmax_backward(shares + i, slopes + i, firsts + i, keys + i, scale, sinks ? own_sinks + i : 0,
+                         used - i < LANES ? used - i : LANES, low, padded);
+    const float *outer_shares = block->shares, *outer_slopes = block->slopes, *key_slopes = block->slopes;
+    if (paired) {
+        pair_factors(block, width, low, padded);
+        outer_shares = block->outer_shares, outer_slopes = block->outer_slopes, key_slopes = block->key_slopes;
+    }
+    const int64_t each = 1 + paired; /* keys of a word */
+    mix_keys(key_slopes + low / each, width / each, span->keys + low / each * dim, seen / each, dim, block->found, paired);
+    add_outer(outer_slopes + low, width, block->outer_queries, seen, dim, span->key_grads + low * dim, paired);
+    add_outer(outer_shares + low, width, block->outer_grads, seen, dim, span->value_grads + low * dim, paired);
+    for (int64_t i = 0; i < QUERIES; i++) {
+        if (!place[i]) continue;
+        for (int64_t d = 0; d < dim; d += LANES) store(place[i], d, *(vf *)(block->found + i * dim + d), half);
+    }
+}
+
+static void run_floats(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
+                       int64_t slots, Span *span, Block *block) {
+    run_block(in, r, count, head, heads_taken, slots, span, block, 0);
+}
+
+static void run_pairs(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
+                      int64_t slots, Span *span, Block *block) {
+    run_block(in, r, count, head, heads_taken, slots, span, block, 1);
+}
+
 /* Grads [T, H, D] from grad_out [rows, K*G*D], for some kv heads and their queries; queries without a result stay as they
    are. */
 int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_t last) {
     const Packed *p = in->rows;
-    int64_t dim = in->dim, half = in->half;
-    const char *heads = in->heads, *grad_out = in->grad_out;
-    char *grads = in->grads;
+    const int64_t dim = in->dim, half = in->half;
     if (dim % COLUMNS) return 1;
-    int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
-    int64_t together = groups < QUERIES ? groups : QUERIES, rows = QUERIES / together;
-    const int64_t sums_size = 2 * in->count * dim;
-    float *memory = malloc(sizeof(float) * (sums_size + 5 * width * dim + 3 * QUERIES * dim + 2 * QUERIES * width));
+    const int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
+    const int paired = PAIRS && half && groups > 1;
+    const int64_t together = groups < QUERIES ? groups : QUERIES, slots = paired ? (together + 1) / 2 * 2 : together;
+    const int64_t rows = QUERIES / slots, sums_size = 2 * in->count * dim;
+    const int64_t memory_size = sums_size + 5 * width * dim + 6 * QUERIES * dim + (2 * QUERIES + 3 * QUERIES / 2) * width;
+    float *memory = malloc(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
-    Span span = {.dim = dim};
+    Span span = {.dim = dim, .words = paired ? dim / 2 : dim, .paired = paired};
     Block block;
     float **parts[] = {&span.keys, &span.turned_keys, &span.turned_values, &span.key_grads, &span.value_grads};
     for (int i = 0; i < 5; i++, next += width * dim) *parts[i] = next;
-    float **small[] = {&block.queries, &block.grads, &block.found};
-    for (int i = 0; i < 3; i++, next += QUERIES * dim) *small[i] = next;
-    block.shares = next;
-    block.slopes = next + QUERIES * width;
+    float **small[] = {&block.queries, &block.grads, &block.outer_queries, &block.outer_grads, &block.found, &block.zeros};
+    for (int i = 0; i < 6; i++, next += QUERIES * dim) *small[i] = next;
+    float **factors[] = {&block.shares, &block.slopes};
+    for (int i = 0; i < 2; i++, next += QUERIES * width) *factors[i] = next;
+    float **halved[] = {&block.outer_shares, &block.outer_slopes, &block.key_slopes};
+    for (int i = 0; i < 3; i++, next += QUERIES / 2 * width) *halved[i] = next;
+    memset(block.zeros, 0, sizeof(float) * dim);
+    if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
     for (int64_t k = first; k < last; k++) {
         memset(sums, 0, sizeof(float) * sums_size);
         for (int64_t r = 0, end; r < p->rows; r = end) {
             end = end_of_span(p, r, p->rows);
-            read_span(p, end - 1, k, heads, half, &span);
+            read_span(p, end - 1, k, in->heads, half, &span);
             for (int64_t own = r; own < end; own += rows)
-                for (int64_t g = 0; g < groups; g += together)
-                    run_block(p, own, own + rows < end ? rows : end - own, k * groups + g,
-                              g + together < groups ? together : groups - g, heads, grad_out, half, in->window, in->sinks,
-                              &span, &block, grads);
+                for (int64_t g = 0; g < groups; g += together) {
+                    const int64_t count = own + rows < end ? rows : end - own;
+                    const int64_t taken = g + together < groups ? together : groups - g;
+                    (paired ? run_pairs : run_floats)(in, own, count, k * groups + g, taken, slots, &span, &block);
+                }
             add_span(p, end - 1, &span, sums);
         }
-        store_sums(p, sums, in->count, dim, k, half, grads);
+        store_sums(p, sums, in->count, dim, k, half, in->grads);
     }
     free(memory);
     return 0;

@@ -62,6 +62,17 @@ INLINE void store(char *base, int64_t at, vf x, int half) {
 INLINE vf even(vf pairs) { return (vf)((vu)pairs << 16); }
 INLINE vf odd(vf pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 
+/* total + a * b for words of 32 bits: floats, or two bfloat16 side by side. */
+INLINE vf add_words(vf total, vf a, vf b, const int half) {
+    if (!half) return total + a * b;
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    total += even(a) * even(b);
+    return total + odd(a) * odd(b);
+#endif
+}
+
 #ifdef __clang__
 #define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
