@@ -3,9 +3,9 @@
 
    Sums are in float32, in the order of rows and keys; heads and their gradients are float32 or bfloat16. Where the
    processor multiplies pairs of bfloat16 in half the time, it does so: shares, and the slopes of scores, are rounded to
-   bfloat16 before they are multiplied with heads, as FlashAttention does. A pair are two numbers of a head, two keys, or
-   two query heads of one row, so that the gradient of a row does not depend on which other rows have one. With one query
-   head per kv head, a pair would hold one query and zeros, and floats are as fast.
+   bfloat16 before they are multiplied with heads, as FlashAttention does. The two numbers of a pair belong to one head, to
+   two keys, or to two query heads of one row: not to two rows, for then a gradient would depend on which rows have one.
+   With one query head per kv head, a pair would be one query and zeros, and floats are as fast.
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
@@ -40,7 +40,8 @@ typedef struct {
 
 /* Of one block of queries: the queries and the gradients of what they attended [8, words]; the same as rows of an outer
    product [8, D] (paired: those of two queries side by side, [4, D]); the gradients for the queries [8, D]; shares and
-   slopes [8, width]; and, if paired, these as factors: of two queries [4, width], of two keys [8, width / 2]. */
+   slopes [8, width]; and, if paired, these as factors: of two queries [4, width], of two keys [8, width / 2]. And a row of
+   zeros [D], for places without a query. */
 typedef struct {
     float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
     float *outer_shares, *outer_slopes, *key_slopes;
@@ -118,8 +119,8 @@ INLINE void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
-/* Of up to LANES queries: from scores to shares, and from d / d share to d / d score, with which the scores were scaled;
-   zeros from `low` to their own `firsts`, and from their own `keys` to `padded`. */
+/* Of up to LANES queries: from scores, which are still to be multiplied with `scale`, to shares, and from d / d share to
+   d / d score; zeros from `low` to their own `firsts`, and from their own `keys` to `padded`. */
 static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *firsts, const int64_t *keys,
                              float scale, const float *sinks, int64_t count, int64_t low, int64_t padded) {
     vf total[LANES] = {{0}}, inverse = exponentials(shares, firsts, keys, count, scale, sinks);
