@@ -80,7 +80,7 @@ def _spans() -> tuple[list[Span], np.ndarray]:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "window"),
-    [(4, 2, 0), (3, 3, 0), (6, 1, 0), (10, 1, 0), (4, 2, 3), (6, 1, 17), (3, 3, 30)],
+    [(4, 2, 0), (3, 3, 0), (6, 2, 0), (6, 1, 0), (10, 1, 0), (4, 2, 3), (6, 1, 17), (3, 3, 30)],
 )
 def test_attention_and_its_gradient_are_those_of_float64(
     kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, window: int, has_sinks: bool, dtype: torch.dtype
