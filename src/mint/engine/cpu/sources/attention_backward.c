@@ -33,7 +33,7 @@ static void fetch(const void *from, int64_t bytes) {
    `paired`, two bfloat16 side by side: of a mix, those of two keys; of what is turned, those of two numbers of a head. So
    there are half as many. */
 typedef struct {
-    int64_t dim, words, width;
+    int64_t dim, width;
     int paired;
     float *keys, *turned_keys, *turned_values, *key_grads, *value_grads;
 } Span;
@@ -176,34 +176,43 @@ INLINE vf pairs_of(const char *first, const char *second, int64_t at) {
     return pairs(__builtin_convertvector(one, vu), __builtin_convertvector(other, vu));
 }
 
+/* Where key j of row r is in `heads`, for kv head k. */
+static const char *key_at(const Packed *p, int64_t r, int64_t j, int64_t k, const char *heads, int64_t bytes) {
+    return heads + (row_of_key(p, r, j) * p->total_heads + p->query_heads + k) * bytes;
+}
+
 static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
-    const int64_t dim = span->dim, count = keys_of(p, last), bytes = half ? 2 : 4, behind = p->kv_heads * dim * bytes;
+    const int64_t dim = span->dim, words = span->paired ? dim / 2 : dim, count = keys_of(p, last);
+    const int64_t bytes = dim * (half ? 2 : 4), behind = p->kv_heads * bytes; /* of a head; from its key to its value */
     float *values = span->value_grads; /* a place for a moment */
     span->width = (count + LANES - 1) / LANES * LANES;
     for (int64_t start = 0; start < span->width; start += LANES) {
         const char *key[LANES], *value[LANES];
         for (int64_t i = 0; i < LANES; i++) {
             int64_t j = start + i < count ? start + i : count - 1;
-            key[i] = heads + (row_of_key(p, last, j) * p->total_heads + p->query_heads + k) * dim * bytes;
+            key[i] = key_at(p, last, j, k, heads, bytes);
             value[i] = key[i] + behind;
             if (j + AHEAD >= count) continue;
-            const char *next = heads + (row_of_key(p, last, j + AHEAD) * p->total_heads + p->query_heads + k) * dim * bytes;
-            fetch(next, dim * bytes);
-            fetch(next + behind, dim * bytes);
+            const char *next = key_at(p, last, j + AHEAD, k, heads, bytes);
+            fetch(next, bytes);
+            fetch(next + behind, bytes);
         }
-        for (int64_t i = 0; span->paired && i < LANES; i += 2)
-            for (int64_t d = 0; d < dim; d += LANES)
-                *(vf *)(span->keys + (start + i) / 2 * dim + d) = pairs_of(key[i], key[i + 1], d);
-        for (int64_t i = 0; !span->paired && i < LANES; i++) {
-            float *wide_key = span->keys + (start + i) * dim, *wide_value = values + i * dim;
-            for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_key + d) = load(key[i], d, half);
-            key[i] = (const char *)wide_key;
-            if (!half) continue;
-            for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_value + d) = load(value[i], d, half);
-            value[i] = (const char *)wide_value;
+        if (span->paired) {
+            for (int64_t i = 0; i < LANES; i += 2)
+                for (int64_t d = 0; d < dim; d += LANES)
+                    *(vf *)(span->keys + (start + i) / 2 * dim + d) = pairs_of(key[i], key[i + 1], d);
+        } else {
+            for (int64_t i = 0; i < LANES; i++) {
+                float *wide_key = span->keys + (start + i) * dim, *wide_value = values + i * dim;
+                for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_key + d) = load(key[i], d, half);
+                key[i] = (const char *)wide_key;
+                if (!half) continue;
+                for (int64_t d = 0; d < dim; d += LANES) *(vf *)(wide_value + d) = load(value[i], d, half);
+                value[i] = (const char *)wide_value;
+            }
         }
-        turn(key, span->words, span->turned_keys + start * span->words);
-        turn(value, span->words, span->turned_values + start * span->words);
+        turn(key, words, span->turned_keys + start * words);
+        turn(value, words, span->turned_values + start * words);
     }
     memset(span->key_grads, 0, sizeof(float) * span->width * dim);
     memset(span->value_grads, 0, sizeof(float) * span->width * dim);
@@ -239,7 +248,8 @@ INLINE void read_rows(const char *const *rows, int64_t dim, int half, float *own
         for (int64_t d = 0; d < dim; d += LANES)
             if (paired) *(vh *)((uint16_t *)own + i * dim + d) = *(const vh *)((const uint16_t *)rows[i] + d);
             else *(vf *)(own + i * dim + d) = load(rows[i], d, half);
-    for (int64_t i = 0; paired && i < QUERIES; i += 2)
+    if (!paired) return; /* both are the same */
+    for (int64_t i = 0; i < QUERIES; i += 2)
         for (int64_t d = 0; d < dim; d += LANES)
             *(vf *)(outer + i / 2 * dim + d) = pairs_of(rows[i], rows[i + 1], d);
 }
@@ -261,7 +271,7 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
     const float *sinks = in->sinks;
     char *grads = in->grads;
     const int64_t half = in->half, bytes = half ? 2 : 4, window = in->window;
-    const int64_t dim = span->dim, words = span->words, width = span->width;
+    const int64_t dim = span->dim, words = paired ? dim / 2 : dim, width = span->width;
     int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
     int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
     const float scale = 1.0f / sqrtf((float)dim);
@@ -316,6 +326,7 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
     }
 }
 
+/* Each is compiled with loops of its own. */
 static void run_floats(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
                        int64_t slots, Span *span, Block *block) {
     run_block(in, r, count, head, heads_taken, slots, span, block, 0);
@@ -340,7 +351,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     float *memory = malloc(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
-    Span span = {.dim = dim, .words = paired ? dim / 2 : dim, .paired = paired};
+    Span span = {.dim = dim, .paired = paired};
     Block block;
     float **parts[] = {&span.keys, &span.turned_keys, &span.turned_values, &span.key_grads, &span.value_grads};
     for (int i = 0; i < 5; i++, next += width * dim) *parts[i] = next;
