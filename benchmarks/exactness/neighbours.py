@@ -1,10 +1,10 @@
 """Same seed, same tokens, whatever else is sampled at the same time: how often does a token or a logprob differ?
 
     python -m benchmarks.exactness.neighbours [--sequences 10000] [--alone 500] [--threads 1] [--shape tiny]
-        [--device cpu] [--batch-invariant]
+        [--shape-alone] [--dtypes float32 bfloat16] [--device cpu] [--batch-invariant]
 
-Random jobs on `mint/tiny` and a shape of the comparisons, in float32 and bfloat16; on a GPU, with or without the
-batch-invariant mode. They have prompts of 1
+Random jobs on `mint/tiny` and a shape of the comparisons (with `--shape-alone` on the shape), in float32 and bfloat16;
+on a GPU, with or without the batch-invariant mode. They have prompts of 1
 to 200 tokens (a third begin as another one does) and mixed lengths, temperatures, top-k, top-p and stop tokens, on the
 base and three loras. Every job is sampled in three batches, which differ in order, in size and in how jobs arrive while
 others run; some jobs also run alone. All answers to one job are compared bit for bit. In the table, `sequences` is the
@@ -208,11 +208,12 @@ def some_of(jobs: Sequence[SampleJob], sequences: int, rng: np.random.Generator)
 def main() -> None:
     """A table, then whatever differs."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sequences", type=int, default=10_000, help="over both bases and both dtypes")
+    parser.add_argument("--sequences", type=int, default=10_000, help="over all bases and dtypes")
     parser.add_argument("--alone", type=int, default=500, help="how many of them are sampled alone, too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--shape-alone", action="store_true", help="leaves mint/tiny out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     parser.add_argument("--batch-invariant", action="store_true")
@@ -223,7 +224,8 @@ def main() -> None:
     began_s = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         write_random_base(Path(folder), SHAPES[options.shape], seed=0)
-        bases = {"mint/tiny": resolve("mint/tiny", {}), f"bench/{options.shape}": Path(folder)}
+        tiny = {} if options.shape_alone else {"mint/tiny": resolve("mint/tiny", {})}
+        bases = tiny | {f"bench/{options.shape}": Path(folder)}
         share = len(bases) * len(options.dtypes)
         for dtype in options.dtypes:
             engine = make_engine(dtype, options, bases)

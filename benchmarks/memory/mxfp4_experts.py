@@ -1,6 +1,7 @@
 """What GPT-OSS's experts take in memory when they are kept as published, in MXFP4, beside bfloat16 and NF4.
 
     python -m benchmarks.memory.mxfp4_experts [--layers 1] [--experts 16] [--new 16] [--device cpu]
+        [--ways bfloat16 mxfp4 nf4] [--train 192]
 
 Layers of gpt-oss-20b's widths (2,880; 64 query and 8 key heads of 64) with random codes and a small vocabulary, in
 bfloat16, the engine alone on one thread. Each way is a process of its own: its anonymous memory beyond what it had
@@ -26,12 +27,16 @@ import torch
 from safetensors.torch import save_file
 
 from mint.config import read_settings
-from mint.engine.protocol import SampleJob, StopRule
+from mint.engine.protocol import AdamSpec, LoraSpec, SampleJob, StopRule, TrainDatum, resolve_loss
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.torch_engine import TorchEngine
 
-WAYS: tuple[Quantization | None, ...] = (None, "mxfp4", "nf4")
+WAYS: dict[str, Quantization | None] = {"bfloat16": None, "mxfp4": "mxfp4", "nf4": "nf4"}
 WIDTH, HEAD, HEADS, KEY_HEADS, VOCABULARY, BLOCK = 2880, 64, 64, 8, 2048, 32
+KV_CACHE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""One sequence decodes on a CPU, 64 at once on a GPU."""
+
+TRAINED_SEQUENCES, TRAINED_STEPS = 8, 3
 
 
 def write_folder(folder: Path, layers: int, experts: int) -> None:
@@ -86,16 +91,38 @@ def own_bytes(device: str) -> int:
     return int(found[1]) * 1024
 
 
-def measure(folder: str, way: Quantization | None, new_tokens: int, device: str) -> None:
+def train(engine: TorchEngine, tokens: int, device: str) -> dict[str, Any]:
+    """Steps on random sequences of a fresh LoRA; the first step compiles."""
+    engine.create_model("model", "base", LoraSpec(16, 0, train_attn=True, train_mlp=True, train_unembed=False))
+    rows = np.random.default_rng(1).integers(2, VOCABULARY, (TRAINED_SEQUENCES, tokens + 1))
+    data = [TrainDatum(row[:-1], row[1:], np.ones(tokens, np.float32)) for row in rows]
+    seconds, losses, norms = [], [], []
+    for _ in range(TRAINED_STEPS):
+        started_s = time.perf_counter()
+        passed = engine.forward_backward("model", data, resolve_loss("cross_entropy"))
+        stepped = engine.optim_step("model", AdamSpec(1e-4, 0.9, 0.999, 1e-8, 0.0, 0.0))
+        seconds.append(round(time.perf_counter() - started_s, 3))
+        losses.append(round(passed.metrics["loss:sum"] / rows[:, 1:].size, 5))
+        norms.append(round(stepped["grad_norm"], 4))
+    most = {} if device == "cpu" else {"train_mib_at_most": torch.cuda.max_memory_allocated() >> 20}
+    return {"train_s": seconds, "loss": losses, "gradient_norm": norms, **most}
+
+
+def measure(folder: str, way: Quantization | None, new_tokens: int, device: str, trained_tokens: int = 0) -> None:
     """Prints one JSON object."""
     native = read_settings().native_folder if device == "cpu" else None
     clock = time.process_time if device == "cpu" else time.perf_counter
     engine = TorchEngine(
-        dtype="bfloat16", threads=1, device=device, native=native, quantize=way, kv_cache_bytes=1 << 26
+        dtype="bfloat16",
+        threads=1,
+        device=device,
+        native=native,
+        quantize=way,
+        kv_cache_bytes=KV_CACHE_BYTES[device],
     )
     before = own_bytes(device)
     started_s = clock()
-    engine.load_base("base", folder)
+    info = engine.load_base("base", folder)
     load_s = clock() - started_s
     gc.collect()
     mib = (own_bytes(device) - before) / 2**20
@@ -105,8 +132,14 @@ def measure(folder: str, way: Quantization | None, new_tokens: int, device: str)
         seconds = []
         for tokens in (1, 1 + new_tokens, 1, 1 + new_tokens):  # the first of each compiles
             started_s = clock()
+            steps = engine.sampling_counters()["steps"]
             engine.sample([SampleJob("base", None, prompt, sequences, tokens, 1.0, -1, 1.0, 0, StopRule())])
             seconds.append(clock() - started_s)
+            steps = engine.sampling_counters()["steps"] - steps
+            if steps > tokens + 1:  # a GPU may start one step more than it needs
+                raise RuntimeError(
+                    f"{sequences} sequences took {steps} steps for {tokens} tokens: the KV cache is full"
+                )
         return round(1000 * (seconds[3] - seconds[2]) / new_tokens, 2)
 
     scored = SampleJob("base", None, prompt, 1, 0, 1.0, -1, 1.0, 0, StopRule(), prompt_logprobs=True)
@@ -119,6 +152,8 @@ def measure(folder: str, way: Quantization | None, new_tokens: int, device: str)
         "load_s": round(load_s, 1),
         "token_ms": token_ms(1),
         **({} if device == "cpu" else {"token_ms_of_64": token_ms(64)}),
+        **(train(engine, trained_tokens, device) if trained_tokens else {}),
+        "switched_off": info.settings["switched_off"],
         "logprobs": [float(value) for value in result.prompt_logprobs[1:]],
     }
     print(json.dumps(found))
@@ -131,6 +166,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS))
+    parser.add_argument("--train", type=int, default=0, metavar="TOKENS")
     options = parser.parse_args(argv)
     numbers = options.layers * options.experts * 3 * WIDTH**2
     print(
@@ -141,8 +178,8 @@ def main(argv: list[str]) -> None:
     first: list[float] | None = None
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), options.layers, options.experts)
-        for way in WAYS:
-            arguments = f"{folder!r}, {way!r}, {options.new}, {options.device!r}"
+        for way in options.ways:
+            arguments = f"{folder!r}, {WAYS[way]!r}, {options.new}, {options.device!r}, {options.train}"
             code = f"from benchmarks.memory.mxfp4_experts import measure; measure({arguments})"
             answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
             found: dict[str, Any] = json.loads(answer.strip().splitlines()[-1])
