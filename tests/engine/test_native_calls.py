@@ -10,7 +10,14 @@ from mint.engine.cpu.build import HEADERS, SOURCES
 
 STRUCT = re.compile(r"typedef struct \{(?P<body>[^}]*)\} (?P<name>\w+);")
 KERNEL = re.compile(r"^int (?P<name>\w+)\(const (?P<struct>\w+) \*in, int64_t first, int64_t last\)", re.MULTILINE)
-DYNAMIC = {"self._kernel": "draw_rows", "self._product": "product_floats", "product": "product_floats"}
+DYNAMIC = {
+    "self._kernel": "draw_rows",
+    "self._product": "product_floats",
+    "product": "product_floats",
+    "self.add_kernel": "add_lora",
+    "self.gradient_kernel": "lora_gradient",
+    "self._sum_groups": "sum_groups",
+}
 """Kernels that are called through a variable; `kernel` stands for several, whose structs are compared by hand."""
 
 

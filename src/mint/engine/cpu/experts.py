@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Int64
 from mint.engine.lora import SiteWeights
@@ -98,11 +99,10 @@ class _LoraStruct(ctypes.Structure):
 class NativeExperts:
     """The compiled functions. Their results do not depend on the number of rows or threads."""
 
-    def __init__(self, kernels: NativeKernels) -> None:
+    def __init__(self, kernels: NativeKernels, loras: NativeLoras) -> None:
         self._library = kernels.libraries["experts"]
-        loras = kernels.libraries["loras"]
-        self._add_lora = loras.add_lora.address
-        self._lora_gradient = loras.lora_gradient.address
+        self._add_lora = loras.add_kernel.address
+        self._lora_gradient = loras.gradient_kernel.address
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
         """Routes rows by their scores [T, N]."""

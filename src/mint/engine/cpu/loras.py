@@ -1,4 +1,4 @@
-"""Products and gradients of loras, by `loras.c`.
+"""Products and gradients of loras, by `loras.c` and `lora_halves.c`.
 
 Letters: T rows · I inputs · O outputs · r rank · S parts of a fused product.
 """
@@ -24,9 +24,15 @@ _GROUP_ROWS, _MOST_GROUPS = 192, 8
 class NativeLoras:
     """The compiled functions. A row's results do not depend on the number of rows or threads."""
 
-    def __init__(self, kernels: NativeKernels) -> None:
-        self._library = kernels.libraries["loras"]
-        self._compiled = _is_compiled(self._library.add_lora)
+    def __init__(self, kernels: NativeKernels, dtype: torch.dtype) -> None:
+        """For a base whose products are computed in `dtype`. In bfloat16 the factors of products are rounded to it, where
+        the processor multiplies pairs of bfloat16 in half the time."""
+        floats, halves = kernels.libraries["loras"], kernels.libraries["lora_halves"]
+        self.rounds = dtype == torch.bfloat16 and _is_compiled(halves.add_lora_halves)
+        self.add_kernel = halves.add_lora_halves if self.rounds else floats.add_lora
+        self.gradient_kernel = halves.lora_gradient_halves if self.rounds else floats.lora_gradient
+        self._sum_groups = floats.sum_groups
+        self._compiled = _is_compiled(self.add_kernel)
 
     def fits(self, lora: SiteWeights) -> bool:
         """Whether the functions are compiled for such widths and this processor."""
@@ -38,7 +44,7 @@ class NativeLoras:
         outputs = out.shape[1]
         rank = lora.bs[0].shape[1]
         places, widths = places_of(lora.bs)
-        self._library.add_lora(
+        self.add_kernel(
             count,
             count * (inputs * len(lora.a) + outputs * rank),
             x=x,
@@ -67,7 +73,7 @@ class NativeLoras:
         groups = groups_of(count)
         found = self.room(groups, lora)
         places, widths = places_of(lora.bs)
-        self._library.lora_gradient(
+        self.gradient_kernel(
             groups,
             count * found.shape[1],
             grad=grad,
@@ -100,7 +106,7 @@ class NativeLoras:
         then the parts, which begin at the groups `borders` int64 [parts + 1]."""
         size = found.shape[1]
         total = torch.empty(size)
-        self._library.sum_groups(
+        self._sum_groups(
             -(-size // LANES), found.numel(), found=found, borders=borders, parts=len(borders) - 1, size=size, out=total
         )
         gradients, first = [], 0

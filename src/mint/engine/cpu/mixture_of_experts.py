@@ -21,6 +21,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.cpu.experts import ExpertLora, ExpertMatrices, NativeExperts, Routing
 from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
@@ -37,6 +38,7 @@ class NativeMixtureOfExperts:
         self,
         operations: Operations,
         kernels: NativeKernels,
+        loras: NativeLoras,
         weights: MixtureWeights,
         gate_up: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
         down: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
@@ -47,7 +49,7 @@ class NativeMixtureOfExperts:
     ) -> None:
         """`norm` [E]; `gate_up` and `down` are the matrices of the experts in `weights`."""
         self._operations = operations
-        self._native = NativeExperts(kernels)
+        self._native = NativeExperts(kernels, loras)
         self._norm = norm
         self._eps = config.rms_norm_eps
         self._router = weights.router

@@ -120,7 +120,7 @@ class NativeOperations(CpuOperations):
         self._rows, self._row_copies = kernels.libraries["rows"], kernels.libraries["row_copies"]
         self._draw = kernels.libraries["draw"]
         self._products = NativeProducts(kernels)
-        self._loras = NativeLoras(kernels)
+        self._loras = NativeLoras(kernels, dtype)
         self._gelu = int(activation == "gelu_tanh")
         is_clamped = activation == "clamped_swiglu"
         self._swiglu = self._rows.clamped_swiglu if is_clamped else self._rows.swiglu
@@ -464,7 +464,9 @@ class NativeOperations(CpuOperations):
         if mixture is None or gate_up is None or down is None:
             # by torch alone, although kernels could compute norm and SwiGLU
             return CpuOperations(self.dtype, self.activation).mixture(weights, norm, layer, config, loras)
-        return NativeMixtureOfExperts(self, self.kernels, weights, gate_up, down, norm, layer, config, mixture)
+        return NativeMixtureOfExperts(
+            self, self.kernels, self._loras, weights, gate_up, down, norm, layer, config, mixture
+        )
 
     @override
     def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
