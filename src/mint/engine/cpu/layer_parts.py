@@ -66,6 +66,7 @@ class _Inputs(ctypes.Structure):
         ("dim", Int64),
         ("pairs", Int64),
         ("half", Int64),
+        ("rounds", Int64),
     )
 
 
@@ -235,6 +236,7 @@ class NativeHeads:
             dim=settings.head_dim,
             pairs=settings.cos.shape[-1],
             half=self._dtype == torch.bfloat16,
+            rounds=self._loras.rounds,
         )
 
 
@@ -292,6 +294,7 @@ class NativeMlp:
             inner=self._inner,
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
+            rounds=self._loras.rounds,
             out=out,
             inverse=inverse,
             wide=wide,
@@ -332,6 +335,7 @@ class NativeMlp:
             inner=self._inner,
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
+            rounds=self._loras.rounds,
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]

@@ -93,6 +93,7 @@ class NativeLoras:
             found=found,
             down=None,
             half=x.dtype == torch.bfloat16,
+            grad_half=False,
         )
         return self.sum(found, np.array([0, groups]), lora)
 

@@ -229,6 +229,7 @@ class NativeOperations(CpuOperations):
             width=x.shape[1],
             out=out,
             inverse=inverse,
+            half=False,
         )
         return out, inverse
 
@@ -243,6 +244,7 @@ class NativeOperations(CpuOperations):
             weight=weight,
             width=x.shape[1],
             out=out,
+            half=False,
         )
         return out
 
@@ -331,6 +333,7 @@ class NativeOperations(CpuOperations):
             pairs=cos.shape[-1],
             half=grad.dtype == torch.bfloat16,
             out=out,
+            rounds=False,
         )
         return out
 
@@ -344,7 +347,14 @@ class NativeOperations(CpuOperations):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         self._swiglu(
-            len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out, kept=None
+            len(gate_up),
+            gate_up.numel(),
+            wide=gate_up,
+            inner=out.shape[1],
+            gelu=self._gelu,
+            out=out,
+            kept=None,
+            half=False,
         )
         return out
 

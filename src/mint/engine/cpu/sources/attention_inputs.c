@@ -20,6 +20,7 @@ typedef struct {
     double eps;
     const Lora *lora;
     int64_t hidden, total_heads, rotated_heads, joint_heads, dim, pairs, half;
+    int64_t rounds; /* whether products and loras take rows in bfloat16 */
 } Inputs;
 
 typedef struct {
@@ -45,17 +46,18 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
         const int64_t rows = in->rows - start < BLOCK_ROWS ? in->rows - start : BLOCK_ROWS;
         const float *x = in->x + start * hidden, *read = own->norm ? normed : x;
         float *qkv = own->half ? unrounded : (float *)in->kept + start * outputs;
-        Product product = {read, in->packed, rows, hidden, outputs, 0, qkv};
+        const int64_t rounds = own->norm && own->rounds;
+        Product product = {read, in->packed, rows, hidden, outputs, 0, qkv, rounds};
         FinishHeads finish = {qkv, own->bias, own->head_norms, own->cos + start * own->pairs, own->sin + start * own->pairs,
                               own->eps, own->total_heads, own->rotated_heads, own->joint_heads, own->dim, own->pairs,
                               own->half, in->heads + start * outputs * bytes,
                               own->head_norms ? in->head_inverse + start * own->rotated_heads : 0};
         if (own->norm) {
-            RmsNorm norm = {x, own->norm, 0, own->eps, hidden, normed, in->inverse + start};
+            RmsNorm norm = {x, own->norm, 0, own->eps, hidden, (char *)normed, in->inverse + start, rounds};
             code = in->rms_norm(&norm, 0, rows);
         }
         if (!code) code = in->product(&product, 0, outputs / PANEL);
-        if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, qkv);
+        if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, rounds, qkv);
         if (!code) code = in->finish_heads(&finish, 0, rows);
         if (own->half && !code) round_to_halves(qkv, rows * outputs, in->kept + start * outputs * bytes);
     }
@@ -90,17 +92,18 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
                                   own->half ? floats : (const float *)in->kept + start * outputs,
                                   own->head_norms ? in->head_inverse + start * own->rotated_heads : 0, own->head_norms,
                                   own->cos + start * own->pairs, own->sin + start * own->pairs, own->total_heads,
-                                  own->rotated_heads, own->joint_heads, own->dim, own->pairs, own->half, grad_qkv};
-    Product product = {grad_qkv, in->packed, rows, outputs, hidden, 0, grad_normed};
+                                  own->rotated_heads, own->joint_heads, own->dim, own->pairs, own->half, (char *)grad_qkv,
+                                  own->rounds};
+    Product product = {grad_qkv, in->packed, rows, outputs, hidden, 0, grad_normed, own->rounds};
     int code = in->finish_heads_backward(&finish, 0, rows);
     if (own->norm && !code) {
-        RmsNormAgain norm = {x, in->inverse + start, own->norm, hidden, normed};
+        RmsNormAgain norm = {x, in->inverse + start, own->norm, hidden, (char *)normed, own->rounds};
         code = in->rms_norm_again(&norm, 0, rows);
     }
     if (grad_x && !code) code = in->product(&product, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, own->lora, group, start, rows, start == in->borders[group], grad_qkv, read,
-                            hidden, outputs, grad_x ? grad_normed : 0);
+        code = add_gradient(in->lora_gradient, own->lora, group, start, rows, start == in->borders[group], grad_qkv,
+                            own->rounds, read, own->norm && own->rounds, hidden, outputs, grad_x ? grad_normed : 0);
     if (code || !grad_x || !own->norm) return code;
     RmsNormBackward back = {grad_normed, x, in->inverse + start, own->norm, 0, hidden, grad_x};
     return in->rms_norm_backward(&back, 0, rows);

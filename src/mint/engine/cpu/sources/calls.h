@@ -43,21 +43,25 @@ typedef struct {
     double scale;
     float *grad_x; /* [T, I], or missing */
     float *found;  /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
-    const float *down; /* as `AddLora` gave it; missing: it is computed again */
-    int64_t half;      /* whether x is bfloat16 */
+    const float *down;  /* as `AddLora` gave it; missing: it is computed again */
+    int64_t half;       /* whether x is bfloat16 */
+    int64_t grad_half;  /* and grad, which only `lora_gradient_halves` takes */
 } LoraGradient;
 
 typedef struct {
     const float *x, *weight, *residual;
     double eps;
     int64_t width;
-    float *out, *inverse;
+    char *out; /* float, or bfloat16 if `half` */
+    float *inverse;
+    int64_t half;
 } RmsNorm;
 
 typedef struct {
     const float *x, *inverse, *weight;
     int64_t width;
-    float *out;
+    char *out; /* float, or bfloat16 if `half` */
+    int64_t half;
 } RmsNormAgain;
 
 typedef struct {
@@ -69,15 +73,17 @@ typedef struct {
 typedef struct {
     const float *wide;
     int64_t inner, gelu;
-    float *out;
+    char *out;  /* float, or bfloat16 if `half` */
     char *kept; /* [T, 2I], or missing: `wide` in bfloat16 */
+    int64_t half;
 } Swiglu;
 
 typedef struct {
     const float *grad;
     const char *wide; /* float, or bfloat16 if `half` */
     int64_t inner, half;
-    float *out, *wide_out;
+    char *out, *wide_out; /* float, or bfloat16 if `rounds` */
+    int64_t rounds;
 } SwigluGradient;
 
 typedef struct {
@@ -93,7 +99,8 @@ typedef struct {
     const char *grad;
     const float *qkv, *inverse, *norms, *cos, *sin;
     int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
-    float *out;
+    char *out; /* float, or bfloat16 if `rounds` */
+    int64_t rounds;
 } FinishHeadsBackward;
 
 #endif

@@ -54,8 +54,12 @@ INLINE vu rounded(vf x) {
 }
 
 INLINE void store(char *base, int64_t at, vf x, int half) {
-    if (half) *(vh *)((uint16_t *)base + at) = __builtin_convertvector(rounded(x), vh);
-    else *(vf *)((float *)base + at) = x;
+    if (!half) *(vf *)((float *)base + at) = x;
+#ifdef __AVX512BF16__
+    else _mm256_storeu_si256((__m256i *)((uint16_t *)base + at), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    else *(vh *)((uint16_t *)base + at) = __builtin_convertvector(rounded(x), vh);
+#endif
 }
 
 /* Of pairs of bfloat16, those with even and with odd numbers. */

@@ -23,23 +23,24 @@ typedef struct {
     float *found;
 } Lora;
 
-/* What a lora beside its product adds to out [rows, outputs], rows from `start` on. */
+/* What a lora beside its product adds to out [rows, outputs], rows from `start` on; x is bfloat16 if `half`. */
 INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t rows, int64_t inputs, int64_t outputs,
-                    const float *x, float *out) {
+                    const float *x, int64_t half, float *out) {
     if (!lora || !lora->beside) return 0;
     AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out,
-                   lora->down + start * lora->parts * lora->rank};
+                   lora->down + start * lora->parts * lora->rank, half};
     return kernel(&own, 0, rows);
 }
 
 /* Adds to the gradients of a lora what rows of a group from `start` on give, and to grad_x, if it is there, unless the lora
-   is merged; `begins`: they are the group's first. */
+   is merged; `begins`: they are the group's first. x, and grad, are bfloat16 if `half` and `grad_half`. */
 INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t start, int64_t rows, int begins,
-                        const float *grad, const float *x, int64_t inputs, int64_t outputs, float *grad_x) {
+                        const float *grad, int64_t grad_half, const float *x, int64_t half, int64_t inputs, int64_t outputs,
+                        float *grad_x) {
     if (!lora) return 0;
     LoraGradient own = {grad, x, lora->a, lora->bs, lora->widths, rows, lora->parts, lora->rank, inputs, outputs, 1,
                         !begins, lora->scale, lora->beside ? grad_x : 0, lora->found + group * lora->size,
-                        lora->beside ? lora->down + start * lora->parts * lora->rank : 0};
+                        lora->beside ? lora->down + start * lora->parts * lora->rank : 0, half, grad_half};
     return kernel(&own, 0, 1);
 }
 

@@ -355,7 +355,8 @@ static void narrow_rows(const LoraGradient *in, const Turned *turned, const floa
     }
     for (int64_t r = 0, rows; r < count; r += rows) {
         rows = count - r < NARROWED_ROWS ? count - r : NARROWED_ROWS;
-        for (int64_t k = 0; k < rows; k++) take_row(grad, 0, (r + k) * in->outputs + at, size, turned->grads + k * stride);
+        for (int64_t k = 0; k < rows; k++) 
+            take_row(grad, in->grad_half, (r + k) * in->outputs + at, size, turned->grads + k * stride);
         for (int64_t j = 0; j < rank; j += LANES) {
             const int32_t *panel = turned->outputs + j * (GRADS / 2);
             float *found = turned->grad_down + r * turned->ranks + part * turned->wide + j;
@@ -463,7 +464,7 @@ static void find_down(const LoraGradient *in, const Turned *turned, int64_t star
 static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *found) {
     const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
     const int64_t inputs = in->inputs, outputs = in->outputs, pairs = (count + 1) / 2;
-    const float *grad = in->grad + start * outputs;
+    const float *grad = in->grad_half ? (const float *)((const uint16_t *)in->grad + start * outputs) : in->grad + start * outputs;
     float *grad_b = found + in->parts * rank * inputs;
     if (in->x) find_down(in, turned, start, count);
     memset(turned->grad_down, 0, sizeof(float) * count * ranks);

@@ -13,6 +13,7 @@ typedef struct {
     const int32_t *gate_up, *down;        /* panels */
     const Lora *gate_up_lora, *down_lora; /* or missing */
     int64_t rows, hidden, inner, adds, half;
+    int64_t rounds; /* whether products and loras take rows in bfloat16 */
     float *out, *inverse;
     char *wide; /* float, or bfloat16 if `half` */
 } MlpForward;
@@ -20,7 +21,7 @@ typedef struct {
 /* out [T, E], plus x if `adds`; inverse [T] = 1 / rms(x) and wide [T, 2I], which the backward needs. For blocks `first` to
    `last` of BLOCK_ROWS rows. */
 int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
-    const int64_t hidden = in->hidden, inner = in->inner;
+    const int64_t hidden = in->hidden, inner = in->inner, rounds = in->rounds;
     float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + (in->half ? 3 : 1) * inner));
     if (!room) return 2;
     float *normed = room, *between = normed + BLOCK_ROWS * hidden, *unrounded = between + BLOCK_ROWS * inner;
@@ -29,16 +30,16 @@ int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
         const int64_t rows = in->rows - start < BLOCK_ROWS ? in->rows - start : BLOCK_ROWS;
         const float *x = in->x + start * hidden;
         float *wide = in->half ? unrounded : (float *)in->wide + start * 2 * inner, *out = in->out + start * hidden;
-        RmsNorm norm = {x, in->weight, 0, in->eps, hidden, normed, in->inverse + start};
-        Product gate_up = {normed, in->gate_up, rows, hidden, 2 * inner, 0, wide};
-        Swiglu swiglu = {wide, inner, 0, between, in->half ? in->wide + start * 2 * inner * 2 : 0};
-        Product down = {between, in->down, rows, inner, hidden, in->adds ? x : 0, out};
+        RmsNorm norm = {x, in->weight, 0, in->eps, hidden, (char *)normed, in->inverse + start, rounds};
+        Product gate_up = {normed, in->gate_up, rows, hidden, 2 * inner, 0, wide, rounds};
+        Swiglu swiglu = {wide, inner, 0, (char *)between, in->half ? in->wide + start * 2 * inner * 2 : 0, rounds};
+        Product down = {between, in->down, rows, inner, hidden, in->adds ? x : 0, out, rounds};
         code = in->norm(&norm, 0, rows);
         if (!code) code = in->product(&gate_up, 0, 2 * inner / PANEL);
-        if (!code) code = add_lora(in->add_lora, in->gate_up_lora, start, rows, hidden, 2 * inner, normed, wide);
+        if (!code) code = add_lora(in->add_lora, in->gate_up_lora, start, rows, hidden, 2 * inner, normed, rounds, wide);
         if (!code) code = in->swiglu(&swiglu, 0, rows);
         if (!code) code = in->product(&down, 0, hidden / PANEL);
-        if (!code) code = add_lora(in->add_lora, in->down_lora, start, rows, inner, hidden, between, out);
+        if (!code) code = add_lora(in->add_lora, in->down_lora, start, rows, inner, hidden, between, rounds, out);
     }
     free(room);
     return code;
@@ -51,34 +52,35 @@ typedef struct {
     const char *wide;                     /* as `MlpForward` has it */
     const int32_t *gate_up, *down;        /* panels of the transposes */
     const Lora *gate_up_lora, *down_lora; /* or missing */
-    int64_t hidden, inner, adds, half;
-    float *grad_x; /* [T, E], or missing */
+    int64_t hidden, inner, adds, half, rounds; /* as `MlpForward` has them */
+    float *grad_x;                             /* [T, E], or missing */
 } MlpBackward;
 
 /* `rows` rows from `start` on; `room` [rows, 2E + 3I] is for what lies in between. */
 static int run_block(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room) {
     const MlpBackward *in = arguments;
-    const int64_t hidden = in->hidden, inner = in->inner;
+    const int64_t hidden = in->hidden, inner = in->inner, rounds = in->rounds;
     const int begins = start == in->borders[group];
     const float *grad = in->grad + start * hidden, *x = in->x + start * hidden, *inverse = in->inverse + start;
     float *normed = room, *grad_normed = normed + rows * hidden, *between = grad_normed + rows * hidden;
     float *wide_grad = between + rows * inner;
     const char *wide = in->wide + start * 2 * inner * (in->half ? 2 : 4);
     Product down = {grad, in->down, rows, hidden, inner, 0, between};
-    SwigluGradient swiglu = {between, wide, inner, in->half, between, wide_grad};
-    RmsNormAgain norm = {x, inverse, in->weight, hidden, normed};
-    Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed};
+    SwigluGradient swiglu = {between, wide, inner, in->half, (char *)between, (char *)wide_grad, rounds};
+    RmsNormAgain norm = {x, inverse, in->weight, hidden, (char *)normed, rounds};
+    Product gate_up = {wide_grad, in->gate_up, rows, 2 * inner, hidden, 0, grad_normed, rounds};
     /* `between` is the gradient for what `down` reads, and after SwiGLU what it read */
     int code = in->product(&down, 0, inner / PANEL);
     if (!code) code = spread_gradient(in->lora_gradient, in->down_lora, rows, grad, inner, hidden, between);
     if (!code) code = in->swiglu(&swiglu, 0, rows);
     if (!code)
-        code = add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, between, inner, hidden, 0);
+        code = add_gradient(in->lora_gradient, in->down_lora, group, start, rows, begins, grad, 0, between, rounds, inner,
+                            hidden, 0);
     if (!code) code = in->norm(&norm, 0, rows);
     if (!code && in->grad_x) code = in->product(&gate_up, 0, hidden / PANEL);
     if (!code)
-        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, start, rows, begins, wide_grad, normed, hidden,
-                            2 * inner, in->grad_x ? grad_normed : 0);
+        code = add_gradient(in->lora_gradient, in->gate_up_lora, group, start, rows, begins, wide_grad, rounds, normed, rounds,
+                            hidden, 2 * inner, in->grad_x ? grad_normed : 0);
     if (code || !in->grad_x) return code;
     RmsNormBackward back = {grad_normed, x, inverse, in->weight, in->adds ? grad : 0, hidden, in->grad_x + start * hidden};
     return in->norm_backward(&back, 0, rows);

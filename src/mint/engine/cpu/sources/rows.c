@@ -35,15 +35,15 @@ int add_bias(const AddBias *in, int64_t first, int64_t last) {
 int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
     const float *x = in->x, *weight = in->weight, *residual = in->residual;
     double eps = in->eps;
-    int64_t width = in->width;
-    float *out = in->out, *inverse = in->inverse;
+    const int64_t width = in->width, half = in->half;
+    float *inverse = in->inverse;
     for (int64_t t = first; t < last; t++) {
         const float *own = x + t * width;
         float scale = inverse_rms(own, width, eps);
         for (int64_t i = 0; i < width; i += LANES) {
             vf normed = *(const vf *)(own + i) * scale * *(const vf *)(weight + i);
             if (residual) normed += *(const vf *)(residual + t * width + i);
-            *(vf *)(out + t * width + i) = normed;
+            store(in->out, t * width + i, normed, half);
         }
         inverse[t] = scale;
     }
@@ -111,13 +111,12 @@ INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
 /* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]; that may be kept in bfloat16. */
 int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     const float *wide = in->wide;
-    int64_t inner = in->inner;
-    float *out = in->out;
+    const int64_t inner = in->inner, half = in->half;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
             vf rest, slope;
-            *(vf *)(out + t * inner + i) = gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up;
+            store(in->out, t * inner + i, gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up, half);
             if (in->kept) {
                 store(in->kept, t * 2 * inner + i, gate, 1);
                 store(in->kept, t * 2 * inner + inner + i, up, 1);
@@ -150,19 +149,18 @@ int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
 }
 
 /* Both at once with silu, from grad [T, I]: in out [T, I] `swiglu` of wide [T, 2I], in wide_out [T, 2I] the gradient for
-   wide. `out` may be `grad`. */
+   wide. `out` may be `grad`: a number is read before its place, or one before it, is written. */
 int swiglu_gradient(const SwigluGradient *in, int64_t first, int64_t last) {
-    const int64_t inner = in->inner;
+    const int64_t inner = in->inner, rounds = in->rounds;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             const int64_t at = t * 2 * inner + i;
             vf gate = load(in->wide, at, in->half), up = load(in->wide, at + inner, in->half);
             vf slope = *(const vf *)(in->grad + t * inner + i);
             vf rest, share = sigmoid(gate, &rest);
-            float *to = in->wide_out + at;
-            *(vf *)to = slope * up * share * (1.0f + gate * rest);
-            *(vf *)(to + inner) = slope * gate * share;
-            *(vf *)(in->out + t * inner + i) = gate * share * up;
+            store(in->wide_out, at, slope * up * share * (1.0f + gate * rest), rounds);
+            store(in->wide_out, at + inner, slope * gate * share, rounds);
+            store(in->out, t * inner + i, gate * share * up, rounds);
         }
     return 0;
 }
@@ -234,7 +232,7 @@ int clamped_swiglu(const Swiglu *in, int64_t first, int64_t last) {
     for (int64_t i = first * in->inner; i < last * in->inner; i += LANES) {
         vf gate, up, rest;
         clamp_pairs(in->wide + 2 * i, &gate, &up);
-        *(vf *)(in->out + i) = gate * sigmoid(gate * ALPHA, &rest) * up;
+        store(in->out, i, gate * sigmoid(gate * ALPHA, &rest) * up, in->half);
     }
     return 0;
 }
@@ -285,11 +283,10 @@ int rms_norm_backward(const RmsNormBackward *in, int64_t first, int64_t last) {
 /* out [T, width] = x * inverse * weight: a norm whose inverse [T] is known. */
 int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
     const float *x = in->x, *inverse = in->inverse, *weight = in->weight;
-    int64_t width = in->width;
-    float *out = in->out;
+    const int64_t width = in->width, half = in->half;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < width; i += LANES)
-            *(vf *)(out + t * width + i) = *(const vf *)(x + t * width + i) * inverse[t] * *(const vf *)(weight + i);
+            store(in->out, t * width + i, *(const vf *)(x + t * width + i) * inverse[t] * *(const vf *)(weight + i), half);
     return 0;
 }
 
@@ -298,12 +295,14 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
     const char *grad = in->grad;
     const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
-    const int64_t pairs = in->pairs, joint = in->joint_heads;
-    float *out = in->out;
+    const int64_t pairs = in->pairs, joint = in->joint_heads, width = total_heads * dim;
+    float *room = in->rounds ? malloc(sizeof(float) * width) : 0;
+    if (in->rounds && !room) return 2;
     for (int64_t t = first; t < last; t++) {
+        float *row = room ? room : (float *)in->out + t * width;
         for (int64_t h = 0; h < total_heads; h++) {
-            int64_t at = (t * total_heads + h) * dim;
-            float *to = out + at;
+            int64_t at = t * width + h * dim;
+            float *to = row + h * dim;
             if (h >= rotated_heads) {
                 for (int64_t i = 0; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
                 continue;
@@ -320,9 +319,12 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
         }
         const int64_t edges[] = {0, joint, rotated_heads};
         for (int run = 0; norms && joint && run < 2; run++) {
-            int64_t h = edges[run], at = (t * total_heads + h) * dim, width = (edges[run + 1] - h) * dim;
-            norm_backward(out + at, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, width, out + at);
+            int64_t h = edges[run], together = (edges[run + 1] - h) * dim;
+            float *to = row + h * dim;
+            norm_backward(to, qkv + t * width + h * dim, inverse[t * rotated_heads + h], norms + h * dim, 0, together, to);
         }
+        for (int64_t i = 0; room && i < width; i += LANES) store(in->out, t * width + i, *(vf *)(room + i), 1);
     }
+    free(room);
     return 0;
 }
