@@ -253,8 +253,8 @@ def test_a_lora_takes_rows_in_bfloat16(loras: NativeLoras, inputs: int) -> None:
 def _assert_near(
     ours: torch.Tensor, exact: torch.Tensor, loras: NativeLoras, added_to: torch.Tensor | None = None
 ) -> None:
-    """As sums in float32 are; or, where factors are rounded to bfloat16, as the product of two of them is. What a product
-    was `added_to` does not count."""
+    """As sums in float32 are; or, where factors are rounded to bfloat16, as products of such factors are. What it was
+    `added_to` does not count."""
     error = (ours - exact).double()
     size = exact.double() if added_to is None else exact.double() - added_to
     if loras.rounds:

@@ -11,8 +11,9 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, take
 from small_models import SHAPES, write_model
 from transformers import Qwen3ForCausalLM
 
-from mint.engine.protocol import AdamSpec, LoraSpec, StopRule, TrainDatum
+from mint.engine.protocol import AdamSpec, LoraSpec, ModelState, StopRule, TrainDatum
 from mint.engine.torch_engine import TorchEngine
+from mint.models.random_base import ModelShape, write_random_base
 
 Model = tuple[Path, Qwen3ForCausalLM]
 
@@ -77,11 +78,14 @@ def test_rope_theta_is_read_from_either_place(rope: str, device: str, tmp_path: 
 class _Reference:
     """The same lora in PEFT, trained by torch: padded nowhere, one example at a time."""
 
-    def __init__(self, engine: TorchEngine, model: Model, lora: LoraSpec) -> None:
+    def __init__(
+        self, engine: TorchEngine, base_folder: Path, lora: LoraSpec, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """The base is of `dtype`, and the lora of what PEFT makes of it: float32 for a base in bfloat16."""
         import peft  # deferred: loading it takes seconds, in every worker
 
         # A copy: PEFT changes the model that it is given.
-        base = Qwen3ForCausalLM.from_pretrained(model[0], dtype=torch.float32)
+        base = Qwen3ForCausalLM.from_pretrained(base_folder, dtype=dtype)
         targets = sorted({name.split(".")[-3] for name in engine.read_state("m").weights})
         config = peft.LoraConfig(r=lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
         self.model = peft.get_peft_model(base, config)
@@ -97,7 +101,9 @@ class _Reference:
     def backward(self, data: list[TrainDatum]) -> None:
         for example in data:
             logits = self.model(torch.from_numpy(example.tokens)[None]).logits[0]
-            logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(example.targets)[:, None])[:, 0]
+            logprobs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(
+                1, torch.from_numpy(example.targets)[:, None]
+            )[:, 0]
             (-torch.from_numpy(example.weights) * logprobs).sum().backward()
 
 
@@ -119,7 +125,7 @@ def test_gradients_equal_those_of_peft(
     lora = LoraSpec(4, 3, *parts)
     engine.create_model("m", "base", lora)
     train(engine, "m", steps=1)  # B is no longer zero, so A has a gradient, too
-    reference = _Reference(engine, model, lora)
+    reference = _Reference(engine, model[0], lora)
     data = random_data(11, shared=12)
     engine.forward_backward("m", data, CROSS_ENTROPY)
     reference.backward(data)
@@ -127,6 +133,42 @@ def test_gradients_equal_those_of_peft(
     theirs = {name: part.grad.numpy() for name, part in reference.parts.items() if part.grad is not None}
     assert ours.keys() == theirs.keys()
     assert _relative(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_bfloat16_gradients_are_as_near_to_float64_as_those_of_peft(
+    seed: int, native_folder: Path, tmp_path: Path
+) -> None:
+    write_random_base(tmp_path, ModelShape(stored="bfloat16"), seed=seed)
+    engine = TorchEngine(dtype="bfloat16", threads=1, device="cpu", native=native_folder)
+    engine.load_base("base", str(tmp_path))
+    lora, rng = LoraSpec(16, seed, True, True, False), np.random.default_rng(seed)
+    engine.create_model("m", "base", lora)
+    weights = {  # B is zero in a new lora, which would leave A without a gradient
+        name: rng.normal(size=own.shape).astype(np.float32) * 0.05 if "lora_B" in name else own
+        for name, own in engine.read_state("m").weights.items()
+    }
+    engine.write_state("m", ModelState(weights))
+    data = random_data(seed, count=8)
+    engine.forward_backward("m", data, CROSS_ENTROPY)
+    exact, theirs = (_Reference(engine, tmp_path, lora, dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert {part.dtype for part in theirs.parts.values()} == {torch.float32}
+    exact.backward(data)
+    theirs.backward(data)
+    ours = take_gradient(engine, "m")
+
+    def error(found: dict[str, np.ndarray]) -> float:
+        """Of all numbers together, relative to the gradient."""
+        pairs = [(found[name], _gradient(part)) for name, part in exact.parts.items()]
+        return float(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)) ** 0.5
+
+    of_peft = error({name: _gradient(part) for name, part in theirs.parts.items()})
+    assert error(ours) <= 1.15 * of_peft < 0.05
+
+
+def _gradient(part: torch.nn.Parameter) -> np.ndarray:
+    assert part.grad is not None
+    return part.grad.double().numpy()
 
 
 # With clipping, gradients are near 1e-6: a larger eps, for with 1e-8 Adam would turn their rounding into full steps.
@@ -138,7 +180,7 @@ def test_steps_equal_those_of_peft_and_adamw(adam: AdamSpec, engine: TorchEngine
     train(engine, "m", steps=1)
     weights = engine.read_state("m")
     engine.write_state("m", type(weights)(weights.weights))  # same weights, fresh moments
-    reference = _Reference(engine, tied, LORA)
+    reference = _Reference(engine, tied[0], LORA)
     optimizer = torch.optim.AdamW(
         reference.parts.values(), adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay
     )

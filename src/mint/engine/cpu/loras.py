@@ -25,10 +25,11 @@ class NativeLoras:
     """The compiled functions. A row's results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels, dtype: torch.dtype) -> None:
-        """For a base whose products are computed in `dtype`. In bfloat16 the factors of products are rounded to it, where
-        the processor multiplies pairs of bfloat16 in half the time."""
+        """For a base whose products are computed in `dtype`. In bfloat16 the factors of products are rounded to it if
+        the processor multiplies pairs of bfloat16, which takes half the time."""
         floats, halves = kernels.libraries["loras"], kernels.libraries["lora_halves"]
         self.rounds = dtype == torch.bfloat16 and _is_compiled(halves.add_lora_halves)
+        """Whether factors are rounded to bfloat16."""
         self.add_kernel = halves.add_lora_halves if self.rounds else floats.add_lora
         self.gradient_kernel = halves.lora_gradient_halves if self.rounds else floats.lora_gradient
         self._sum_groups = floats.sum_groups

@@ -61,13 +61,15 @@ INLINE Vector row_at(const float *x, int64_t half, int64_t at) {
 INLINE void take_row(const float *x, int64_t half, int64_t at, int64_t count, int32_t *to) {
     for (int64_t i = 0; i < count; i += 2 * LANES) {
         const int64_t left = count - i;
-        if (half)
-            put((float *)(to + i / 2), (Vector)_mm512_maskz_loadu_epi16(left < 2 * LANES ? 0xffff : ~0u,
-                                                                        (const uint16_t *)x + at + i));
-        else put((float *)(to + i / 2), (Vector)rounded(loaded(x + at + i), left > LANES ? loaded(x + at + i + LANES)
-                                                                                        : zeros()));
+        Words found;
+        if (half) found = _mm512_maskz_loadu_epi16(left > LANES ? ~0u : 0xffff, (const uint16_t *)x + at + i);
+        else found = rounded(loaded(x + at + i), left > LANES ? loaded(x + at + i + LANES) : zeros());
+        _mm512_storeu_si512(to + i / 2, found);
     }
 }
+
+/* Panels of 16 ranks. */
+INLINE int64_t panels_of(int64_t ranks) { return (ranks + LANES - 1) / LANES; }
 
 /* The words of a row of inputs, in whole vectors. */
 INLINE int64_t words_of(int64_t inputs) { return (inputs + 2 * LANES - 1) / (2 * LANES) * LANES; }
@@ -252,17 +254,29 @@ static void turn_outputs(const float *b, int64_t rank, int64_t count, int32_t *c
     }
 }
 
+/* Where so many words begin, behind those that have a place already. */
+static int64_t place(int64_t *all, int64_t words) {
+    const int64_t at = *all;
+    *all += words;
+    return at;
+}
+
 /* `add_lora` with factors in bfloat16. */
 int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     const int64_t parts = in->parts, rank = in->rank, inputs = in->inputs, outputs = in->outputs;
     const int64_t ranks = parts * rank, words = words_of(inputs), pairs = pairs_of(rank), stride = parts * pairs;
     const int64_t rows = last - first < CHUNK ? last - first : CHUNK;
-    const int64_t places = last - first >= LEAST_PANEL_ROWS ? (ranks + LANES - 1) / LANES * LANES : 0;
-    int32_t *room = malloc(4 * (places * words + rows * (words + ranks + stride) + LANES + (SEGMENT * pairs + 15 * LANES)));
+    const int has_panels = last - first >= LEAST_PANEL_ROWS;
+    int64_t all = 0;
+    const int64_t panels_at = place(&all, has_panels ? panels_of(ranks) * words * LANES : 0);
+    const int64_t x_at = place(&all, rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
+    const int64_t factors_at = place(&all, rows * stride + LANES);
+    const int64_t columns_at = place(&all, SEGMENT * pairs + 15 * LANES);
+    int32_t *room = malloc(4 * all);
     if (!room) return 2;
-    int32_t *panels = places ? room : 0, *x = room + places * words, *factors = x + rows * words;
-    int32_t *columns = factors + rows * stride + LANES;
-    float *squeezed = (float *)(columns + SEGMENT * pairs + 15 * LANES);
+    int32_t *panels = has_panels ? room + panels_at : 0, *x = room + x_at, *factors = room + factors_at;
+    int32_t *columns = room + columns_at;
+    float *squeezed = (float *)(room + squeezed_at);
     if (panels) turn_ranks(in->a, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
@@ -343,9 +357,9 @@ INLINE Words last_sides(Words row, Words next) {
 }
 
 /* For `size` outputs of a part, from place `o` of its own and `at` of all: grad_down += grad times b, and grad_rows of
-   `count` rows of grad. */
-static void narrow_rows(const LoraGradient *in, const Turned *turned, const float *grad, int64_t count, int64_t part,
-                        int64_t o, int64_t size, int64_t at) {
+   `count` rows from `start` on. */
+static void narrow_rows(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, int64_t part, int64_t o,
+                        int64_t size, int64_t at) {
     const int64_t stride = GRADS / 2 + PADDING, rank = in->rank;
     for (int64_t j = 0; j < rank; j += LANES) {
         const float *b = in->bs[part] + o * rank + j;
@@ -356,7 +370,7 @@ static void narrow_rows(const LoraGradient *in, const Turned *turned, const floa
     for (int64_t r = 0, rows; r < count; r += rows) {
         rows = count - r < NARROWED_ROWS ? count - r : NARROWED_ROWS;
         for (int64_t k = 0; k < rows; k++) 
-            take_row(grad, in->grad_half, (r + k) * in->outputs + at, size, turned->grads + k * stride);
+            take_row(in->grad, in->grad_half, (start + r + k) * in->outputs + at, size, turned->grads + k * stride);
         for (int64_t j = 0; j < rank; j += LANES) {
             const int32_t *panel = turned->outputs + j * (GRADS / 2);
             float *found = turned->grad_down + r * turned->ranks + part * turned->wide + j;
@@ -463,15 +477,14 @@ static void find_down(const LoraGradient *in, const Turned *turned, int64_t star
 /* Rows `start` to `start + count`, added to `found`. */
 static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *found) {
     const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
-    const int64_t inputs = in->inputs, outputs = in->outputs, pairs = (count + 1) / 2;
-    const float *grad = in->grad_half ? (const float *)((const uint16_t *)in->grad + start * outputs) : in->grad + start * outputs;
+    const int64_t inputs = in->inputs, pairs = (count + 1) / 2;
     float *grad_b = found + in->parts * rank * inputs;
     if (in->x) find_down(in, turned, start, count);
     memset(turned->grad_down, 0, sizeof(float) * count * ranks);
     for (int64_t part = 0, at = 0; part < in->parts; part++)
         for (int64_t o = 0, size; o < in->widths[part]; o += size, at += size) {
             size = in->widths[part] - o < GRADS ? in->widths[part] - o : GRADS;
-            narrow_rows(in, turned, grad, count, part, o, size, at);
+            narrow_rows(in, turned, start, count, part, o, size, at);
             for (int64_t k = 0; k < size && in->x; k += LANES)
                 for (int64_t j = 0; j < rank; j += LANES)
                     add_pairs(turned->grad_rows + k * (BLOCK / 2), LANES, turned->down_rows + part * wide + j, ranks, pairs,
@@ -499,26 +512,38 @@ static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t s
 /* `lora_gradient` with factors in bfloat16. */
 int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, rank = in->rank, parts = in->parts, words = words_of(inputs);
-    const int64_t wide = (rank + LANES - 1) / LANES * LANES, ranks = parts * wide, pairs = pairs_of(rank);
+    const int64_t wide = panels_of(rank) * LANES, ranks = parts * wide, pairs = pairs_of(rank), stride = parts * pairs;
     const int64_t size = rank * (parts * inputs + in->outputs);
-    const int is_again = in->x && !in->down;
-    const int64_t places = is_again && in->rows >= LEAST_PANEL_ROWS ? (parts * rank + LANES - 1) / LANES * LANES : 0;
-    const int64_t sizes[] = {in->grad_x ? parts * pairs * inputs : 0, places * words, GRADS / 2 * wide,
-                             is_again ? BLOCK * words : 0, NARROWED_ROWS * (GRADS / 2 + PADDING), BLOCK / 2 * GRADS,
-                             BLOCK / 2 * LANES, BLOCK / 2 * ranks, BLOCK / 2 * ranks, BLOCK * parts * pairs + LANES,
-                             BLOCK * parts * rank, BLOCK * ranks};
-    enum { FIELDS = sizeof sizes / sizeof *sizes };
+    const int is_again = in->x && !in->down; /* down is computed again */
+    const int has_panels = is_again && in->rows >= LEAST_PANEL_ROWS;
     int64_t all = 0;
-    int32_t *places_of[FIELDS];
-    for (int i = 0; i < FIELDS; i++) all += sizes[i];
+    const int64_t a = place(&all, in->grad_x ? stride * inputs : 0);
+    const int64_t panels = place(&all, has_panels ? panels_of(parts * rank) * words * LANES : 0);
+    const int64_t outputs = place(&all, GRADS / 2 * wide), x = place(&all, is_again ? BLOCK * words : 0);
+    const int64_t grads = place(&all, NARROWED_ROWS * (GRADS / 2 + PADDING)), grad_rows = place(&all, BLOCK / 2 * GRADS);
+    const int64_t x_rows = place(&all, BLOCK / 2 * LANES), down_rows = place(&all, BLOCK / 2 * ranks);
+    const int64_t grad_down_rows = place(&all, BLOCK / 2 * ranks), factors = place(&all, BLOCK * stride + LANES);
+    const int64_t down = place(&all, is_again ? BLOCK * parts * rank : 0), grad_down = place(&all, BLOCK * ranks);
     int32_t *room = malloc(4 * all);
     if (!room) return 2;
-    for (int64_t i = 0, at = 0; i < FIELDS; at += sizes[i++]) places_of[i] = room + at;
-    const Turned turned = {wide, ranks, pairs, parts * pairs, places_of[0], places ? places_of[1] : 0, places_of[2],
-                           places_of[3], places_of[4], places_of[5], places_of[6], places_of[7], places_of[8],
-                           places_of[9], (float *)places_of[10], (float *)places_of[11]};
+    const Turned turned = {.wide = wide,
+                           .ranks = ranks,
+                           .pairs = pairs,
+                           .stride = stride,
+                           .a = room + a,
+                           .panels = has_panels ? room + panels : 0,
+                           .outputs = room + outputs,
+                           .x = room + x,
+                           .grads = room + grads,
+                           .grad_rows = room + grad_rows,
+                           .x_rows = room + x_rows,
+                           .down_rows = room + down_rows,
+                           .grad_down_rows = room + grad_down_rows,
+                           .factors = room + factors,
+                           .down = (float *)(room + down),
+                           .grad_down = (float *)(room + grad_down)};
     if (in->grad_x) turn_pairs_of_ranks(in, &turned);
-    if (places) turn_ranks(in->a, parts * rank, inputs, turned.panels);
+    if (has_panels) turn_ranks(in->a, parts * rank, inputs, turned.panels);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;
         if (in->x && !in->adds) memset(found, 0, sizeof(float) * size);
