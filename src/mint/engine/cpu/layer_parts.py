@@ -2,7 +2,7 @@
 (`attention_inputs.c`), and a dense MLP with silu (`mlp.c`).
 
 Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do. In bfloat16, one
-gradient differs: that of b of a lora at the second product of an MLP. It comes from the values of the forward here, and
+gradient differs: that of b of a lora beside the second product of an MLP. It comes from the values of the forward here, and
 in parts from the wide product, which is kept rounded.
 
 Letters: T rows · E hidden size · H heads · D head dimension · I inner width.
@@ -96,6 +96,10 @@ class TrainedProduct:
         else:
             found = cls(matrix)
         return found if found.lora is None or loras.fits(found.lora) else None
+
+    def takes_rounded_rows(self, loras: NativeLoras) -> bool:
+        """Whether its kernels read rows in bfloat16: they would round them anyway."""
+        return loras.rounds and self.matrix.dtype == torch.bfloat16
 
     def empty_down(self, rows: int) -> Tensor | None:
         """For what the first matrix of a lora beside the product makes of so many rows, [T, ranks]: a backward needs
@@ -236,7 +240,7 @@ class NativeHeads:
             dim=settings.head_dim,
             pairs=settings.cos.shape[-1],
             half=self._dtype == torch.bfloat16,
-            rounds=self._loras.rounds,
+            rounds=self._product.takes_rounded_rows(self._loras),
         )
 
 
@@ -265,6 +269,7 @@ class NativeMlp:
         self._parts = parts
         self._dtype = dtype
         self._inner = self._down.matrix.inputs
+        self._rounds = all(own.takes_rounded_rows(loras) for own in products)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """[T, E] of x [T, E]; and 1 / rms(x) [T, 1], the wide product [T, 2·I], and the rows of the loras' first
@@ -294,7 +299,7 @@ class NativeMlp:
             inner=self._inner,
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
-            rounds=self._loras.rounds,
+            rounds=self._rounds,
             out=out,
             inverse=inverse,
             wide=wide,
@@ -335,7 +340,7 @@ class NativeMlp:
             inner=self._inner,
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
-            rounds=self._loras.rounds,
+            rounds=self._rounds,
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]

@@ -137,7 +137,7 @@ def places_of(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctyp
 
 
 def _is_compiled(kernel: Kernel) -> bool:
-    """Whether `add_lora` is compiled for this processor, found by a call without rows."""
+    """Whether a kernel that adds a lora is compiled for this processor, found by a call without rows."""
     try:
         kernel(
             0,

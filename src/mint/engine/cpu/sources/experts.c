@@ -255,7 +255,6 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
     return 0;
 }
 
-/* As `add_lora` takes it. */
 /* A lora's matrices for the first expert, and how many floats further on those of the next one lie; for the rows before
    `stop` that no lora before it has. Without matrices it adds nothing. */
 typedef struct {

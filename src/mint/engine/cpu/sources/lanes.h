@@ -53,6 +53,7 @@ INLINE vu rounded(vf x) {
     return (vu)((vi)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & ~nan) | ((vu)nan & 0x7fc0);
 }
 
+/* The processor's own instruction makes numbers below 2^-126 zero; `rounded` does not. */
 INLINE void store(char *base, int64_t at, vf x, int half) {
     if (!half) *(vf *)((float *)base + at) = x;
 #ifdef __AVX512BF16__

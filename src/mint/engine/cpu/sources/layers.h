@@ -10,7 +10,7 @@
 #include "calls.h"
 #include "lanes.h"
 
-#define BLOCK_ROWS 108 /* a multiple of the rows that `lora_gradient` adds up at a time, or its sums had another order */
+#define BLOCK_ROWS 108 /* a multiple of the rows of BLOCK in loras.c and lora_halves.c, or their sums had another order */
 
 /* The lora of a product, as `LoraGradient` has it; found [groups, size], for the backward alone. */
 typedef struct {
@@ -32,8 +32,9 @@ INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t row
     return kernel(&own, 0, rows);
 }
 
-/* Adds to the gradients of a lora what rows of a group from `start` on give, and to grad_x, if it is there, unless the lora
-   is merged; `begins`: they are the group's first. x, and grad, are bfloat16 if `half` and `grad_half`. */
+/* Adds what rows of a group from `start` on give to the gradients of a lora. If the lora is beside its product, and grad_x
+   is there, it also adds to grad_x. `begins`: these are the group's first rows. x is bfloat16 if `half`, and grad if
+   `grad_half`. */
 INLINE int add_gradient(Kernel *kernel, const Lora *lora, int64_t group, int64_t start, int64_t rows, int begins,
                         const float *grad, int64_t grad_half, const float *x, int64_t half, int64_t inputs, int64_t outputs,
                         float *grad_x) {

@@ -1,8 +1,8 @@
-/* `loras.c` for a base in bfloat16, where the processor multiplies pairs of bfloat16 in half the time.
+/* `loras.c` for a base in bfloat16, where the processor multiplies pairs of bfloat16 in half the time that floats take.
 
-   The factors of each product are rounded to bfloat16, as autocast does: rows, gradients, and what lies between a lora's two
-   matrices. The matrices themselves stay in float32, and so do all sums, and what is returned. The two numbers of a pair
-   belong to two inputs, two ranks, two outputs, or, in the gradients of the matrices, to two rows.
+   All factors are rounded to bfloat16, as autocast does: rows, gradients, what lies between a lora's two matrices, and
+   copies of the matrices. Sums and results are float32. The two numbers of a pair belong to two inputs, two ranks, two
+   outputs, or, in the gradients of the matrices, to two rows.
 
    A result is one sum in order, whatever the number of rows, the tile that they are computed in, or the thread: bits of
    a row are a function of that row alone.
@@ -14,17 +14,18 @@
 
 #ifdef __AVX512BF16__
 
-#define CHUNK 120            /* rows of a lora that are computed together */
-#define SEGMENT 512          /* and outputs */
-#define TILE_ROWS 6
-#define TILE_LANES 4
-#define LEAST_PANEL_ROWS 24  /* from so many rows on the rows of a are turned into panels first */
-#define WIDENED_ROWS 8
-#define BLOCK 108            /* rows of a gradient that are done with before the next ones: `BLOCK_ROWS` in layers.h */
-#define GRADS 256            /* and outputs */
-#define NARROWED_ROWS 12
-#define SPREAD 4
-#define PADDING 16           /* words between rows, or rows of 4 KB would fill a set of the cache */
+#define CHUNK 120            /* rows that a lora's part is computed for together, and */
+#define SEGMENT 512          /* so many outputs */
+#define LEAST_PANEL_ROWS 24  /* from so many rows on, the rows of a are turned into panels first */
+#define BLOCK 108            /* rows of a gradient that are done with before the next ones, and */
+#define GRADS 256            /* so many outputs. `BLOCK_ROWS` in layers.h is a multiple of BLOCK */
+
+/* Sums that registers hold beside what is multiplied. */
+#define TILE_ROWS 6          /* of `squeeze_panel` and `spread` */
+#define TILE_LANES 4         /* of `squeeze_panel` */
+#define WIDENED_ROWS 8       /* of `widen` */
+#define NARROWED_ROWS 12     /* of `narrow`; even, as BLOCK is, because two rows make a pair */
+#define SPREAD 4             /* vectors of a row in `spread` */
 
 typedef __m512i Words;
 
@@ -56,8 +57,8 @@ INLINE Vector row_at(const float *x, int64_t half, int64_t at) {
     return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(found), 16);
 }
 
-/* The words of the pairs of neighbours of `count` numbers of x from `at` on; the last vector of 16 words is filled with
-   zeros. `count` is a multiple of 16. */
+/* The words of the pairs of neighbours of `count` numbers of x from `at` on; the last vector of 16 words is filled up
+   with zeros. `count` is a multiple of 16. */
 INLINE void take_row(const float *x, int64_t half, int64_t at, int64_t count, int32_t *to) {
     for (int64_t i = 0; i < count; i += 2 * LANES) {
         const int64_t left = count - i;
@@ -114,8 +115,8 @@ INLINE void squeeze(const int rows, const int wide, const int32_t *x, int64_t wo
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
 }
 
-/* The same sums for 16 ranks from a panel [words, 16] of a: of every 16th pair first, as in a lane, then of the lanes in
-   order; down of the first `own` ranks. */
+/* Scale times the same sums for 16 ranks from a panel [words, 16] of a: of every 16th pair first, as in a lane, then of the
+   lanes in order; down of the first `own` ranks. */
 INLINE void squeeze_panel(const int rows, const int32_t *x, int64_t words, const int32_t *panel, float scale, float *down,
                           int64_t ranks, int64_t own) {
     const int lanes = rows == 1 ? LANES : TILE_LANES;
@@ -190,8 +191,8 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, const i
 /* Pairs of ranks of one part; with an odd rank the last has a zero. */
 INLINE int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
 
-/* to [parts * pairs]: the words of scale * a row of `parts` parts of `rank` ranks, which lie `apart`. Writes up to 15 words
-   more. */
+/* to [parts * pairs]: the words of scale * a row of `parts` parts of `rank` ranks; each part begins `apart` numbers further
+   on. Writes up to 15 words too many, so rows must be written in their order. */
 static void pair_ranks(const float *from, int64_t parts, int64_t rank, int64_t apart, float scale, int32_t *to) {
     for (int64_t part = 0; part < parts; part++, from += apart, to += pairs_of(rank))
         for (int64_t j = 0; j < rank; j += 2 * LANES) {
@@ -235,7 +236,8 @@ INLINE void widen_rows(const int rows, const int32_t *down, int64_t stride, cons
     if (o < count) widen(rows, 1, down, stride, columns + o * pairs, pairs, out + o, outputs);
 }
 
-/* From b [count, rank] to columns [count / 16, pairs, 16]; writes up to 15 vectors more. */
+/* From b [count, rank] to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many, over which it writes the next
+   outputs. */
 static void turn_outputs(const float *b, int64_t rank, int64_t count, int32_t *columns) {
     const int64_t pairs = pairs_of(rank);
     for (int64_t o = 0, size; o < count; o += size) {
@@ -254,7 +256,7 @@ static void turn_outputs(const float *b, int64_t rank, int64_t count, int32_t *c
     }
 }
 
-/* Where so many words begin, behind those that have a place already. */
+/* Reserves so many words of a room; returns where they begin. `all` counts the words that are reserved. */
 static int64_t place(int64_t *all, int64_t words) {
     const int64_t at = *all;
     *all += words;
@@ -300,16 +302,16 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     return 0;
 }
 
-/* What a block of rows of a gradient needs. Ranks of a part are filled up with zeros to `wide`, a multiple of 16; pairs of
-   them are not. */
+/* What a block of rows of a gradient needs. The ranks of a part have `wide` places, a multiple of 16. Places behind
+   the last rank may hold NaN in grad_down; nobody reads them. */
 typedef struct {
     int64_t wide, ranks;   /* of a part, and of all parts */
     int64_t pairs, stride; /* likewise */
     int32_t *a;            /* [stride, I]: of two ranks */
-    int32_t *panels;       /* of a, or missing: its products with x are there */
+    int32_t *panels;       /* of a; missing where there are few rows, or where `down` is given */
     int32_t *outputs;      /* [wide / 16, GRADS / 2, 16]: of two outputs of b */
     int32_t *x;            /* [BLOCK, words] */
-    int32_t *grads;        /* [12, GRADS / 2 + PADDING]: of two outputs */
+    int32_t *grads;        /* [NARROWED_ROWS, GRADS / 2]: of two outputs */
     int32_t *grad_rows;    /* [GRADS / 16, BLOCK / 2, 16]: of two rows */
     int32_t *x_rows;       /* [BLOCK / 2, 16]: of two rows */
     int32_t *down_rows, *grad_down_rows; /* [BLOCK / 2, ranks]: of two rows */
@@ -360,7 +362,7 @@ INLINE Words last_sides(Words row, Words next) {
    `count` rows from `start` on. */
 static void narrow_rows(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, int64_t part, int64_t o,
                         int64_t size, int64_t at) {
-    const int64_t stride = GRADS / 2 + PADDING, rank = in->rank;
+    const int64_t stride = GRADS / 2, rank = in->rank;
     for (int64_t j = 0; j < rank; j += LANES) {
         const float *b = in->bs[part] + o * rank + j;
         int32_t *to = turned->outputs + j * (GRADS / 2);
@@ -369,7 +371,7 @@ static void narrow_rows(const LoraGradient *in, const Turned *turned, int64_t st
     }
     for (int64_t r = 0, rows; r < count; r += rows) {
         rows = count - r < NARROWED_ROWS ? count - r : NARROWED_ROWS;
-        for (int64_t k = 0; k < rows; k++) 
+        for (int64_t k = 0; k < rows; k++)
             take_row(in->grad, in->grad_half, (start + r + k) * in->outputs + at, size, turned->grads + k * stride);
         for (int64_t j = 0; j < rank; j += LANES) {
             const int32_t *panel = turned->outputs + j * (GRADS / 2);
@@ -391,7 +393,8 @@ static void narrow_rows(const LoraGradient *in, const Turned *turned, int64_t st
     }
 }
 
-/* to [count / 2, 16]: of pairs of rows of x the 16 numbers from `at` on; an odd last row is beside zeros. */
+/* to [count / 2, 16]: of pairs of rows of x the 16 numbers from `at` on; an odd last row is beside zeros.
+   Vectors of `to` lie `apart` words from each other. */
 INLINE void pair_rows(const float *x, int64_t half, int64_t stride, int64_t at, int64_t count, int32_t *to, int64_t apart) {
     for (int64_t r = 0; r < count; r += 2, at += 2 * stride, to += apart)
         _mm512_storeu_si512(to, side_by_side(row_at(x, half, at), r + 1 < count ? row_at(x, half, at + stride) : zeros()));
@@ -516,14 +519,15 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t size = rank * (parts * inputs + in->outputs);
     const int is_again = in->x && !in->down; /* down is computed again */
     const int has_panels = is_again && in->rows >= LEAST_PANEL_ROWS;
+    const int64_t rows = in->rows < BLOCK ? in->rows + in->rows % 2 : BLOCK; /* an even number */
     int64_t all = 0;
     const int64_t a = place(&all, in->grad_x ? stride * inputs : 0);
     const int64_t panels = place(&all, has_panels ? panels_of(parts * rank) * words * LANES : 0);
-    const int64_t outputs = place(&all, GRADS / 2 * wide), x = place(&all, is_again ? BLOCK * words : 0);
-    const int64_t grads = place(&all, NARROWED_ROWS * (GRADS / 2 + PADDING)), grad_rows = place(&all, BLOCK / 2 * GRADS);
-    const int64_t x_rows = place(&all, BLOCK / 2 * LANES), down_rows = place(&all, BLOCK / 2 * ranks);
-    const int64_t grad_down_rows = place(&all, BLOCK / 2 * ranks), factors = place(&all, BLOCK * stride + LANES);
-    const int64_t down = place(&all, is_again ? BLOCK * parts * rank : 0), grad_down = place(&all, BLOCK * ranks);
+    const int64_t outputs = place(&all, GRADS / 2 * wide), x = place(&all, is_again ? rows * words : 0);
+    const int64_t grads = place(&all, NARROWED_ROWS * GRADS / 2), grad_rows = place(&all, BLOCK / 2 * GRADS);
+    const int64_t x_rows = place(&all, BLOCK / 2 * LANES), down_rows = place(&all, rows / 2 * ranks);
+    const int64_t grad_down_rows = place(&all, rows / 2 * ranks), factors = place(&all, rows * stride + LANES);
+    const int64_t down = place(&all, is_again ? rows * parts * rank : 0), grad_down = place(&all, rows * ranks);
     int32_t *room = malloc(4 * all);
     if (!room) return 2;
     const Turned turned = {.wide = wide,

@@ -122,23 +122,23 @@ static void widen_row(const uint16_t *x, int64_t count, int32_t *to) {
     for (int64_t i = 0; i < count; i++) to[i] = (int32_t)((uint32_t)x[i] << 16);
 }
 
-/* `product_floats` of a bfloat16 matrix and rows that are rounded to bfloat16. */
+/* `product_floats` of a bfloat16 matrix and rows that are bfloat16, or are rounded to it. */
 int product_halves(const Product *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, all = inputs / 2;
     const Block block = find_block(in->rows, all);
-    const int is_rounded = in->half && MULTIPLIES_HALVES; /* x is read as it is */
-    int32_t *rounded = is_rounded ? 0 : malloc(4 * block.rows * words_of_halves(2 * block.words));
-    if (!is_rounded && !rounded) return 2;
+    const int reads_x = in->half && MULTIPLIES_HALVES; /* as it lies */
+    int32_t *rounded = reads_x ? 0 : malloc(4 * block.rows * words_of_halves(2 * block.words));
+    if (!reads_x && !rounded) return 2;
     for (int64_t start = 0; start < in->rows; start += block.rows)
         for (int64_t i = 0; i < all; i += block.words) {
             int64_t count = in->rows - start < block.rows ? in->rows - start : block.rows;
             int64_t words = all - i < block.words ? all - i : block.words;
-            int64_t stride = is_rounded ? all : words_of_halves(2 * words);
-            for (int64_t r = 0, at = start * inputs + 2 * i; r < count && !is_rounded; r++, at += inputs)
+            int64_t stride = reads_x ? all : words_of_halves(2 * words);
+            const int32_t *rows = reads_x ? (const int32_t *)in->x + start * all + i : rounded;
+            for (int64_t r = 0, at = start * inputs + 2 * i; r < count && !reads_x; r++, at += inputs)
                 if (in->half) widen_row((const uint16_t *)in->x + at, 2 * words, rounded + r * stride);
                 else round_row(in->x + at, 2 * words, rounded + r * stride);
-            Piece piece = {is_rounded ? (const int32_t *)in->x + start * all + i : rounded, stride, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual,
-                           in->out};
+            Piece piece = {rows, stride, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual, in->out};
             multiply(halves_tiles, &piece, in->packed + i * LANES, count, start * in->outputs, first, last);
         }
     free(rounded);

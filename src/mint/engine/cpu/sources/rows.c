@@ -149,7 +149,8 @@ int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
 }
 
 /* Both at once with silu, from grad [T, I]: in out [T, I] `swiglu` of wide [T, 2I], in wide_out [T, 2I] the gradient for
-   wide. `out` may be `grad`: a number is read before its place, or one before it, is written. */
+   wide. `out` may be `grad`; with `rounds` only in one call for all rows, for a row of `out` lies over the gradients of
+   rows before it. */
 int swiglu_gradient(const SwigluGradient *in, int64_t first, int64_t last) {
     const int64_t inner = in->inner, rounds = in->rounds;
     for (int64_t t = first; t < last; t++)
