@@ -236,24 +236,28 @@ INLINE void widen_rows(const int rows, const int32_t *down, int64_t stride, cons
     if (o < count) widen(rows, 1, down, stride, columns + o * pairs, pairs, out + o, outputs);
 }
 
+/* to [16, 16]: the words of two blocks of 16 rows, turned. Of the row r at `from + r * apart` and of the one `further` on,
+   the first `own` and `others` numbers are read; the rest are zeros. */
+INLINE void turn_blocks(const float *from, int64_t apart, int64_t further, int64_t own, int64_t others, int32_t *to) {
+    Vector rows[LANES]; /* read in order: the processor fetches ahead for one reader, not for two */
+    Words words[LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) rows[r] = numbers_at(from + r * apart, own);
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) words[r] = rounded(rows[r], numbers_at(from + r * apart + further, others));
+    transpose((const int32_t *)words, LANES, to, LANES);
+}
+
 /* From b [count, rank] to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many, over which it writes the next
    outputs. */
 static void turn_outputs(const float *b, int64_t rank, int64_t count, int32_t *columns) {
     const int64_t pairs = pairs_of(rank);
-    for (int64_t o = 0, size; o < count; o += size) {
-        /* with 16 ranks two panels of 16 outputs fill a square */
-        const int is_double = rank == LANES && o + 2 * LANES <= count;
-        size = is_double ? 2 * LANES : LANES;
-        for (int64_t j = 0; j < rank; j += 2 * LANES) {
-            int32_t own[LANES * LANES];
-            for (int i = 0; i < LANES; i++) {
-                const float *row = b + (o + i) * rank + j;
-                Vector second = is_double ? loaded(row + LANES * rank) : numbers_at(row + LANES, rank - j - LANES);
-                _mm512_storeu_si512(own + i * LANES, rounded(numbers_at(row, rank - j), second));
-            }
-            transpose(own, LANES, columns + (o * pairs + j / 2 * LANES), LANES);
-        }
-    }
+    int64_t o = 0;
+    for (; rank == LANES && o + 2 * LANES <= count; o += 2 * LANES) /* the ranks of 32 outputs fill the words */
+        turn_blocks(b + o * LANES, LANES, LANES * LANES, LANES, LANES, columns + o * LANES / 2);
+    for (; o < count; o += LANES)
+        for (int64_t j = 0; j < rank; j += 2 * LANES)
+            turn_blocks(b + o * rank + j, rank, LANES, rank - j, rank - j - LANES, columns + (o * pairs + j / 2 * LANES));
 }
 
 /* Reserves so many words of a room; returns where they begin. `all` counts the words that are reserved. */
