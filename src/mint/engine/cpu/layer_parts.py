@@ -2,8 +2,8 @@
 (`attention_inputs.c`), and a dense MLP with silu (`mlp.c`).
 
 Bits are those of the same kernels called one after the other, as `HeadsInTurn` and `MlpInParts` do. In bfloat16, one
-gradient differs: that of b of a lora beside the second product of an MLP. It comes from the values of the forward here, and
-in parts from the wide product, which is kept rounded.
+gradient differs: that of b of a lora beside the second product of an MLP. It comes from the values of the forward here,
+and in parts from the wide product, which is kept rounded.
 
 Letters: T rows · E hidden size · H heads · D head dimension · I inner width.
 """
