@@ -18,6 +18,7 @@ from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
 from mint.engine.protocol import LoraSpec
 from mint.engine.torch_engine import TorchEngine
+from mint.models.random_base import ModelShape, write_random_base
 
 Model = tuple[Path, Qwen3ForCausalLM]
 
@@ -117,6 +118,26 @@ def test_apart_the_samplers_logprobs_are_the_trainers_in_any_company(
         assert sample.logprobs.tobytes() == twin.logprobs.tobytes()
         whole = np.concatenate([own.prompt, sample.tokens])
         trained = engine.forward("m", [datum(whole)], CROSS_ENTROPY).logprobs[0]
+        assert trained[-len(sample.tokens) :].tobytes() == sample.logprobs.tobytes()
+
+
+def test_published_on_a_base_in_bfloat16_the_samplers_logprobs_are_the_trainers(
+    tmp_path: Path, native_folder: Path
+) -> None:
+    """Published weights may be in bfloat16 then, those in training are in float32."""
+    write_random_base(tmp_path, ModelShape(layers=2), seed=0)
+    engine = TorchEngine(dtype="bfloat16", threads=1, device="cpu", native=native_folder)
+    engine.load_base("base", str(tmp_path))
+    lora = LoraSpec(5, 1, True, True, True)
+    engine.create_model("m", "base", lora)
+    train(engine, "m")
+    engine.publish("m", "m")
+    engine.load_weights("saved", "base", lora, engine.read_weights("m"))
+    jobs = [job(list(range(20, 60)), weights_id=name, num_samples=30, max_tokens=12) for name in ("m", "saved")]
+    published, saved = engine.sample(jobs)
+    for sample, twin in zip(published.samples, saved.samples, strict=True):
+        assert sample.logprobs.tobytes() == twin.logprobs.tobytes()
+        trained = engine.forward("m", [datum([*range(20, 60), *sample.tokens])], CROSS_ENTROPY).logprobs[0]
         assert trained[-len(sample.tokens) :].tobytes() == sample.logprobs.tobytes()
 
 

@@ -250,6 +250,23 @@ def test_a_lora_takes_rows_in_bfloat16(loras: NativeLoras, inputs: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("rank", [1, 5, 16, 32, 40])
+@pytest.mark.parametrize("inputs", [80, 1040])
+def test_a_lora_that_is_rounded_already_adds_the_same_bits(loras: NativeLoras, inputs: int, rank: int) -> None:
+    if not loras.rounds:
+        pytest.skip("factors are not rounded")
+    a, bs = torch.randn(2 * rank, inputs), (torch.randn(48, rank), torch.randn(528, rank))
+    whole = SiteWeights(a, bs)
+    rounded = SiteWeights(a.bfloat16(), tuple(b.bfloat16() for b in bs))
+    for rows in (1, 3, 23, 24, 131):
+        x, found = torch.randn(rows, inputs), []
+        for lora in (whole, rounded):
+            out = torch.ones(rows, 576)
+            loras.add(out, x, lora, 0.75)
+            found.append(out)
+        assert torch.equal(*found), f"{rows} rows"
+
+
 def _assert_near(
     ours: torch.Tensor, exact: torch.Tensor, loras: NativeLoras, added_to: torch.Tensor | None = None
 ) -> None:

@@ -128,7 +128,8 @@ class LoraWeights:
     """The weights of one lora: `flat` holds all, `sites` are views into it."""
 
     def __init__(self, layout: LoraLayout, flat: Tensor) -> None:
-        """The weights that are in `flat` [layout.size], float32, which is not copied."""
+        """The weights that are in `flat` [layout.size], which is not copied: float32, or bfloat16 for sampling alone
+        (`Operations.published_lora`)."""
         self.layout = layout
         self.scale = LORA_ALPHA / layout.spec.rank
         self.flat = flat

@@ -257,7 +257,7 @@ class TorchEngine:
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
         model = self._model(model_id)
-        self._add_published(weights_id, _Published(model.base, model.copy_weights()))
+        self._add_published(weights_id, _Published(model.base, model.base.published(model.copy_weights())))
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
         """Makes saved weights available for sampling.
@@ -268,7 +268,7 @@ class TorchEngine:
         found = self._base(base)
         layout = LoraLayout(found.sites(lora), lora)
         flat = layout.assemble(weights, f"the weights {weights_id}").to(self._device.torch)
-        self._add_published(weights_id, _Published(found, LoraWeights(layout, flat)))
+        self._add_published(weights_id, _Published(found, found.published(LoraWeights(layout, flat))))
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""

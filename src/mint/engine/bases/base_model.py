@@ -163,6 +163,10 @@ class BaseModel(ABC):
     def forget(self, lora: LoraWeights) -> None:
         """Frees what is kept for a lora that is not expected again."""
 
+    def published(self, lora: LoraWeights) -> LoraWeights:
+        """`lora` as it is kept for sampling alone: the same bits of results, perhaps in less memory."""
+        return lora
+
     @abstractmethod
     def add_weights(self, lora: LoraWeights) -> None:
         """Announces published weights: jobs may use them until `drop_weights`."""

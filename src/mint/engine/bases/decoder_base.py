@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 import torch
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_limits, log_micro_batches
 from mint.engine.bases.cache_sizes import CacheSizes
@@ -136,6 +137,13 @@ class DecoderBase(BaseModel):
 
     def forget(self, lora: LoraWeights) -> None:
         self._decoder.loras.forget(lora)
+
+    @override
+    def published(self, lora: LoraWeights) -> LoraWeights:
+        # Chunks copy float32 weights, and the kernels of experts read them.
+        if isinstance(self._decoder.loras, ChunkedLoras) or self._decoder.config.experts is not None:
+            return lora
+        return self._decoder.operations.published_lora(lora)
 
     def add_weights(self, lora: LoraWeights) -> None:
         self._published.append(lora)

@@ -40,7 +40,8 @@ class NativeLoras:
         return self._compiled and math.gcd(LANES, lora.a.shape[1], *map(len, lora.bs)) == LANES
 
     def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I] of float32 or bfloat16."""
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I] of float32 or bfloat16. The matrices are
+        float32, or, if factors are rounded, bfloat16 with the same result."""
         (count, inputs) = x.shape
         outputs = out.shape[1]
         rank = lora.bs[0].shape[1]
@@ -60,6 +61,7 @@ class NativeLoras:
             out=out,
             down=None,
             half=x.dtype == torch.bfloat16,
+            rounded=lora.a.dtype == torch.bfloat16,
         )
 
     def gradient(
@@ -154,6 +156,7 @@ def _is_compiled(kernel: Kernel) -> bool:
             out=None,
             down=None,
             half=False,
+            rounded=False,
         )
     except NotCompiledError:
         return False

@@ -20,7 +20,7 @@ from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import LoraWeights, SiteWeights
 from mint.engine.memory.machine_memory import hand_back_freed_memory
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
@@ -161,6 +161,13 @@ class NativeOperations(CpuOperations):
     def fits_lora(self, lora: SiteWeights) -> bool:
         """Whether a kernel computes the products of a lora at a site."""
         return self._loras.fits(lora)
+
+    @override
+    def published_lora(self, lora: LoraWeights) -> LoraWeights:
+        """In bfloat16 if its factors are rounded to it anyway: half the memory to hold, and to read for each token."""
+        if self._loras.rounds and all(map(self.fits_lora, lora.sites.values())):
+            return LoraWeights(lora.layout, lora.flat.bfloat16())
+        return lora
 
     @override
     def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:

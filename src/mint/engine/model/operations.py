@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.lora import LoraRows, SiteWeights
+from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
@@ -141,6 +141,11 @@ class Operations(Protocol):
 
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         """How loras are applied to the `matrices` of the layers, by site."""
+        ...
+
+    def published_lora(self, lora: LoraWeights) -> LoraWeights:
+        """The weights from which `add_lora` computes the same bits, in as little memory as it can read; they are never
+        trained."""
         ...
 
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:

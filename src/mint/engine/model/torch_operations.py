@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import LoraWeights, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import PackedDeltaRule, StatesOfLayers
 from mint.engine.model.functions import (
@@ -95,6 +95,9 @@ class TorchOperations:
 
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         return SeparateLoras(self)
+
+    def published_lora(self, lora: LoraWeights) -> LoraWeights:
+        return lora
 
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
         least = min_rows()

@@ -33,6 +33,7 @@ typedef struct {
     float *out;
     float *down;  /* [T, parts * rank], or missing: scale * x times a, which `LoraGradient` may have back */
     int64_t half; /* whether x is bfloat16 */
+    int64_t rounded; /* whether a and the bs are, which only `add_lora_halves` takes */
 } AddLora;
 
 typedef struct {

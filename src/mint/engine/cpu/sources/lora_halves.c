@@ -57,16 +57,15 @@ INLINE Vector row_at(const float *x, int64_t half, int64_t at) {
     return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(found), 16);
 }
 
-/* The words of the pairs of neighbours of `count` numbers of x from `at` on; the last vector of 16 words is filled up
-   with zeros. `count` is a multiple of 16. */
+/* The words of the pairs of neighbours of 32 numbers of x from `at` on; if only 16 are `left`, of these and zeros. */
+INLINE Words pairs_at(const float *x, int64_t half, int64_t at, int64_t left) {
+    if (half) return _mm512_maskz_loadu_epi16(left > LANES ? ~0u : 0xffff, (const uint16_t *)x + at);
+    return rounded(loaded(x + at), left > LANES ? loaded(x + at + LANES) : zeros());
+}
+
+/* The same of `count` numbers, a multiple of 16; the last vector of 16 words is filled up with zeros. */
 INLINE void take_row(const float *x, int64_t half, int64_t at, int64_t count, int32_t *to) {
-    for (int64_t i = 0; i < count; i += 2 * LANES) {
-        const int64_t left = count - i;
-        Words found;
-        if (half) found = _mm512_maskz_loadu_epi16(left > LANES ? ~0u : 0xffff, (const uint16_t *)x + at + i);
-        else found = rounded(loaded(x + at + i), left > LANES ? loaded(x + at + i + LANES) : zeros());
-        _mm512_storeu_si512(to + i / 2, found);
-    }
+    for (int64_t i = 0; i < count; i += 2 * LANES) _mm512_storeu_si512(to + i / 2, pairs_at(x, half, at + i, count - i));
 }
 
 /* Panels of 16 ranks. */
@@ -75,22 +74,22 @@ INLINE int64_t panels_of(int64_t ranks) { return (ranks + LANES - 1) / LANES; }
 /* The words of a row of inputs, in whole vectors. */
 INLINE int64_t words_of(int64_t inputs) { return (inputs + 2 * LANES - 1) / (2 * LANES) * LANES; }
 
-/* Of `rows` rows of x [rows, words] and `wide` rows of a, the sums by lanes of their products, to found [rows, stride]. */
-INLINE void multiply_rows(const int rows, const int wide, const int32_t *x, int64_t words, const float *const *a,
-                          int64_t inputs, const int stride, Vector *found) {
+/* Of `rows` rows of x [rows, words] and of the `wide` rows of a that begin at `places`, the sums by lanes of their products,
+   to found [rows, stride]. */
+INLINE void multiply_rows(const int rows, const int wide, const int32_t *x, int64_t words, const float *a, const int half,
+                          const int64_t *places, int64_t inputs, const int stride, Vector *found) {
     Vector total[4][LANES];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
         for (int k = 0; k < wide; k++) total[r][k] = zeros();
     for (int64_t i = 0; i < inputs; i += 2 * LANES) {
-        const int is_whole = inputs - i > LANES;
         Words part[4];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) part[r] = words_at(x + r * words + i / 2);
 #pragma GCC unroll 16
         for (int k = 0; k < wide; k++) {
-            Words weight = rounded(loaded(a[k] + i), is_whole ? loaded(a[k] + i + LANES) : zeros());
+            Words weight = pairs_at(a, half, places[k] + i, inputs - i);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) total[r][k] = add_words(total[r][k], part[r], weight);
         }
@@ -102,14 +101,14 @@ INLINE void multiply_rows(const int rows, const int wide, const int32_t *x, int6
 }
 
 /* down [rows, ranks] = x times `wide` rows of a [ranks, I] from `j` on; those past the last are the last again. */
-INLINE void squeeze(const int rows, const int wide, const int32_t *x, int64_t words, const float *a, int64_t j,
-                    int64_t ranks, int64_t inputs, float *down) {
+INLINE void squeeze(const int rows, const int wide, const int32_t *x, int64_t words, const float *a, const int half,
+                    int64_t j, int64_t ranks, int64_t inputs, float *down) {
     Vector found[LANES];
-    const float *own[LANES];
+    int64_t places[LANES];
     float result[LANES];
 #pragma GCC unroll 16
-    for (int k = 0; k < wide; k++) own[k] = a + (j + k < ranks ? j + k : ranks - 1) * inputs;
-    multiply_rows(rows, wide, x, words, own, inputs, wide, found);
+    for (int k = 0; k < wide; k++) places[k] = (j + k < ranks ? j + k : ranks - 1) * inputs;
+    multiply_rows(rows, wide, x, words, a, half, places, inputs, wide, found);
     put(result, sum_rows(found));
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
@@ -145,25 +144,36 @@ INLINE void squeeze_panel(const int rows, const int32_t *x, int64_t words, const
 }
 
 /* panels [ranks / 16, words, 16] of a [ranks, I]; places past its last row or input are zero. */
-static void turn_ranks(const float *a, int64_t ranks, int64_t inputs, int32_t *panels) {
+static void turn_ranks(const float *a, int64_t half, int64_t ranks, int64_t inputs, int32_t *panels) {
     const int64_t words = words_of(inputs);
     for (int64_t j = 0; j < ranks; j += LANES, panels += words * LANES)
         for (int64_t i = 0; i < inputs; i += 2 * LANES) {
             int32_t own[LANES * LANES];
             for (int64_t k = 0; k < LANES; k++) {
-                const float *row = a + (j + k) * inputs + i;
-                const int is_whole = inputs - i > LANES;
-                Words found = j + k < ranks ? rounded(loaded(row), is_whole ? loaded(row + LANES) : zeros())
-                                            : _mm512_setzero_si512();
+                Words found = _mm512_setzero_si512();
+                if (j + k < ranks) found = pairs_at(a, half, (j + k) * inputs + i, inputs - i);
                 _mm512_storeu_si512(own + k * LANES, found);
             }
             transpose(own, LANES, panels + i / 2 * LANES, LANES);
         }
 }
 
+/* `squeeze` for all ranks. */
+INLINE void squeeze_few(int64_t rows, const int32_t *x, const float *a, const int half, int64_t ranks, int64_t inputs,
+                        float *down) {
+    const int64_t words = words_of(inputs);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        for (int64_t j = 0; j < ranks; j += 4)
+            squeeze(4, 4, x + r * words, words, a, half, j, ranks, inputs, down + r * ranks);
+    for (; r < rows; r++)
+        for (int64_t j = 0; j < ranks; j += LANES)
+            squeeze(1, LANES, x + r * words, words, a, half, j, ranks, inputs, down + r * ranks);
+}
+
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], by its panels if they are there. */
-static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, const int32_t *panels, int64_t ranks,
-                         int64_t inputs, float scale, float *down) {
+static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
+                         int64_t ranks, int64_t inputs, float scale, float *down) {
     const int64_t words = words_of(inputs);
     int64_t r = 0;
     if (panels) {
@@ -178,12 +188,8 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, const i
         }
         return;
     }
-    for (; r + 4 <= rows; r += 4)
-        for (int64_t j = 0; j < ranks; j += 4)
-            squeeze(4, 4, x + r * words, words, a, j, ranks, inputs, down + r * ranks);
-    for (; r < rows; r++)
-        for (int64_t j = 0; j < ranks; j += LANES)
-            squeeze(1, LANES, x + r * words, words, a, j, ranks, inputs, down + r * ranks);
+    if (half) squeeze_few(rows, x, a, 1, ranks, inputs, down);
+    else squeeze_few(rows, x, a, 0, ranks, inputs, down);
     for (int64_t i = 0, all = rows * ranks; i < all; i += LANES)
         put_first(down + i, scaled(loaded_first(down + i, all - i), same(scale)), all - i);
 }
@@ -248,16 +254,44 @@ INLINE void turn_blocks(const float *from, int64_t apart, int64_t further, int64
     transpose((const int32_t *)words, LANES, to, LANES);
 }
 
-/* From b [count, rank] to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many, over which it writes the next
+/* The first `count` of 16 bfloat16 and then zeros; `count` may be negative. */
+INLINE __m256i halves_at(const uint16_t *from, int64_t count) {
+    const __mmask16 first = count >= LANES ? 0xffff : count <= 0 ? 0 : (1 << count) - 1;
+    return _mm256_maskz_loadu_epi16(first, from);
+}
+
+/* The same for numbers in bfloat16. */
+INLINE void turn_half_blocks(const uint16_t *from, int64_t apart, int64_t further, int64_t own, int64_t others,
+                             int32_t *to) {
+    __m256i rows[LANES];
+    Words words[LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) rows[r] = halves_at(from + r * apart, own);
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++)
+        words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(rows[r]), halves_at(from + r * apart + further, others), 1);
+    transpose((const int32_t *)words, LANES, to, LANES);
+}
+
+/* From `count` rows of b [O, rank] from `first` on to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many, over which it writes the next
    outputs. */
-static void turn_outputs(const float *b, int64_t rank, int64_t count, int32_t *columns) {
+static void turn_outputs(const float *b, int64_t half, int64_t rank, int64_t first, int64_t count, int32_t *columns) {
     const int64_t pairs = pairs_of(rank);
+    const uint16_t *halves = (const uint16_t *)b + first * rank;
+    if (!half) b += first * rank;
     int64_t o = 0;
-    for (; rank == LANES && o + 2 * LANES <= count; o += 2 * LANES) /* the ranks of 32 outputs fill the words */
-        turn_blocks(b + o * LANES, LANES, LANES * LANES, LANES, LANES, columns + o * LANES / 2);
+    for (; rank == LANES && o + 2 * LANES <= count; o += 2 * LANES) { /* the ranks of 32 outputs fill the words */
+        int32_t *to = columns + o * LANES / 2;
+        if (half) turn_half_blocks(halves + o * LANES, LANES, LANES * LANES, LANES, LANES, to);
+        else turn_blocks(b + o * LANES, LANES, LANES * LANES, LANES, LANES, to);
+    }
     for (; o < count; o += LANES)
-        for (int64_t j = 0; j < rank; j += 2 * LANES)
-            turn_blocks(b + o * rank + j, rank, LANES, rank - j, rank - j - LANES, columns + (o * pairs + j / 2 * LANES));
+        for (int64_t j = 0; j < rank; j += 2 * LANES) {
+            const int64_t from = o * rank + j;
+            int32_t *to = columns + (o * pairs + j / 2 * LANES);
+            if (half) turn_half_blocks(halves + from, rank, LANES, rank - j, rank - j - LANES, to);
+            else turn_blocks(b + from, rank, LANES, rank - j, rank - j - LANES, to);
+        }
 }
 
 /* Reserves so many words of a room; returns where they begin. `all` counts the words that are reserved. */
@@ -283,17 +317,17 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     int32_t *panels = has_panels ? room + panels_at : 0, *x = room + x_at, *factors = room + factors_at;
     int32_t *columns = room + columns_at;
     float *squeezed = (float *)(room + squeezed_at);
-    if (panels) turn_ranks(in->a, ranks, inputs, panels);
+    if (panels) turn_ranks(in->a, in->rounded, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
         float *down = in->down ? in->down + start * ranks : squeezed, *out = in->out + start * outputs;
         for (int64_t r = 0; r < count; r++) take_row(in->x, in->half, (start + r) * inputs, inputs, x + r * words);
-        squeeze_rows(count, x, in->a, panels, ranks, inputs, in->scale, down);
+        squeeze_rows(count, x, in->a, in->rounded, panels, ranks, inputs, in->scale, down);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
                 size = in->widths[part] - o < SEGMENT ? in->widths[part] - o : SEGMENT;
-                turn_outputs(in->bs[part] + o * rank, rank, size, columns);
+                turn_outputs(in->bs[part], in->rounded, rank, o, size, columns);
                 const int32_t *own = factors + part * pairs;
                 int64_t r = 0;
                 for (; r + WIDENED_ROWS <= count; r += WIDENED_ROWS)
@@ -469,7 +503,7 @@ static void find_down(const LoraGradient *in, const Turned *turned, int64_t star
     if (!in->down) {
         for (int64_t r = 0; r < count; r++)
             take_row(in->x, in->half, (start + r) * in->inputs, in->inputs, turned->x + r * words);
-        squeeze_rows(count, turned->x, in->a, turned->panels, ranks, in->inputs, in->scale, turned->down);
+        squeeze_rows(count, turned->x, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down);
     }
     for (int64_t r = 0; r < count; r += 2)
         for (int64_t part = 0; part < in->parts; part++)
@@ -551,7 +585,7 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
                            .down = (float *)(room + down),
                            .grad_down = (float *)(room + grad_down)};
     if (in->grad_x) turn_pairs_of_ranks(in, &turned);
-    if (has_panels) turn_ranks(in->a, parts * rank, inputs, turned.panels);
+    if (has_panels) turn_ranks(in->a, 0, parts * rank, inputs, turned.panels);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;
         if (in->x && !in->adds) memset(found, 0, sizeof(float) * size);
