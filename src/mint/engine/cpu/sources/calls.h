@@ -31,8 +31,8 @@ typedef struct {
     int64_t parts, rank, inputs, outputs;
     double scale;
     float *out;
-    float *down;  /* [T, parts * rank], or missing: scale * x times a, which `LoraGradient` may have back */
-    int64_t half; /* whether x is bfloat16 */
+    float *down;     /* [T, parts * rank], or missing: scale * x times a, which `LoraGradient` may have back */
+    int64_t half;    /* whether x is bfloat16 */
     int64_t rounded; /* whether a and the bs are, which only `add_lora_halves` takes */
 } AddLora;
 
@@ -42,11 +42,11 @@ typedef struct {
     int64_t rows, parts, rank, inputs, outputs, groups;
     int64_t adds; /* whether `found` is added to */
     double scale;
-    float *grad_x; /* [T, I], or missing */
-    float *found;  /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
-    const float *down;  /* as `AddLora` gave it; missing: it is computed again */
-    int64_t half;       /* whether x is bfloat16 */
-    int64_t grad_half;  /* and grad, which only `lora_gradient_halves` takes */
+    float *grad_x;     /* [T, I], or missing */
+    float *found;      /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
+    const float *down; /* as `AddLora` gave it; missing: it is computed again */
+    int64_t half;      /* whether x is bfloat16 */
+    int64_t grad_half; /* and grad, which only `lora_gradient_halves` takes */
 } LoraGradient;
 
 typedef struct {

@@ -273,8 +273,8 @@ INLINE void turn_half_blocks(const uint16_t *from, int64_t apart, int64_t furthe
     transpose((const int32_t *)words, LANES, to, LANES);
 }
 
-/* From `count` rows of b [O, rank] from `first` on to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many, over which it writes the next
-   outputs. */
+/* From `count` rows of b [O, rank] from `first` on to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many,
+   over which it writes the next outputs. */
 static void turn_outputs(const float *b, int64_t half, int64_t rank, int64_t first, int64_t count, int32_t *columns) {
     const int64_t pairs = pairs_of(rank);
     const uint16_t *halves = (const uint16_t *)b + first * rank;
