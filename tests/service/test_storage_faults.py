@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -237,6 +238,27 @@ def test_a_database_that_is_locked_delays_and_loses_nothing(tmp_path: Path, monk
     session = harness.session_id.encode()
     assert {i: body.replace(session, b"SESSION") for i, body in results.items()} == clean
     other.close()
+    service.stop()
+
+
+def test_a_data_directory_that_is_moved_away_delays_what_was_accepted_until_it_is_back(tmp_path: Path) -> None:
+    ops: list[Op] = [("forward_backward", GOOD_PASS), ("optim_step", STEP)]
+    clean, _ = clean_results(tmp_path / "clean", ops)
+    data_dir, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    service = open_service(data_dir)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    data_dir.rename(elsewhere)
+    with pytest.raises(JournalError, match="No such file or directory"):
+        send_op(harness, model_id, ops, 0)
+    with pytest.raises(JournalError, match=r"storage has not been working since .*No such file or directory"):
+        send_op(harness, model_id, ops, 1)
+    shutil.rmtree(data_dir, ignore_errors=True)  # of what was tried since
+    elsewhere.rename(data_dir)
+    wait_until(lambda: service.storage_problem is None)
+    results = {i: harness.answer(patiently(lambda i=i: send_op(harness, model_id, ops, i))) for i in range(len(ops))}
+    session = harness.session_id.encode()
+    assert {i: body.replace(session, b"SESSION") for i, body in results.items()} == clean
     service.stop()
 
 

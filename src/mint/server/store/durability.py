@@ -22,6 +22,9 @@ Why nothing that was sent is lost:
   same bits. The next fsync makes the result durable.
 * A commit after which files are deleted must be durable before they are: `call_when_durable`, or
   `Database.transaction(durable=True)`.
+* The file is deleted, or its folder is moved, while the process runs: commits would go on to a file that the next
+  process does not find. So each fsync first looks whether the file is still in its place; if not, the storage is out of
+  work until it is back.
 * An fsync fails: the kernel may have marked the data as written although it was not, so that a second fsync would
   succeed and say nothing (PostgreSQL's lesson). Therefore nothing that came after the last good fsync is told to
   anybody, and nothing is committed, until all of it was written again. `Database.probe` does that: it holds the
@@ -35,6 +38,7 @@ Knows no tables and no requests.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -135,8 +139,15 @@ class Durability:
             self.must_write_again = False
 
     def _opened(self) -> int:
+        """The file, which is opened once.
+
+        Raises:
+            OSError: it cannot be opened, or is not in its place any more.
+        """
         if self._file is None:
             self._file = os.open(self._path, os.O_RDWR)
+        if not os.path.samestat(os.fstat(self._file), self._path.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path)
         return self._file
 
     def call_when_durable(self, commit: int, callback: Callable[[], None]) -> None:
