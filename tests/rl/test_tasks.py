@@ -207,6 +207,27 @@ def test_run_grpo_trains_on_a_reasoning_gym_task(tmp_path: Path) -> None:
     assert result.heldout_after[0.0].n == 16
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({}, 3e-3),
+        ({"base_model": "mint/tiny"}, 3e-3),
+        ({"base_model": "Qwen/Qwen3-0.6B"}, 2e-5),
+        ({"base_model": "Qwen/Qwen3-0.6B", "learning_rate": "1e-4"}, 1e-4),
+    ],
+)
+def test_another_model_does_not_get_the_rate_of_the_bundled_one(words: dict[str, str], expected: float) -> None:
+    with open_task("math", words) as choice:
+        assert choice.config.learning_rate == expected
+        assert choice.config.max_tokens == 8
+
+
+def test_the_learning_rate_of_the_environment_is_taken_for_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_RL_LR", "5e-5")
+    with open_task("math", {"base_model": "Qwen/Qwen3-0.6B"}) as choice:
+        assert choice.config.learning_rate == 5e-5
+
+
 # --- mixtures of reasoning-gym ----------------------------------------------------------------------------------
 
 MIXED = "reasoning_gym:chain_sum*2+leg_counting"

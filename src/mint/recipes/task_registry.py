@@ -1,6 +1,7 @@
 """Tasks by name, as the command line names them: from the name to an adapter and its settings.
 
-    math · chat · code · tools · shell    the recipes of this package
+    math · chat · code · tools · shell · sums
+                                          the recipes of this package
     reasoning_gym:NAME                    a generator of the reasoning-gym package, or a mixture: NAME*2+NAME
     file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
     verifiers:NAME                        a taskset of the verifiers package, of one turn or many
@@ -90,6 +91,10 @@ def open_task(name: str, words: Mapping[str, Any]) -> Generator[TaskChoice]:
     """The task called `name`, closed at the end. Of `words`, those that name a field of `RLConfig` are settings; the
     others are options of the task.
 
+    The learning rate that suits a task on its own base model is not taken for another one, which gets that of the
+    environment, or the default of `RLConfig`: the bundled model of 1.8M parameters wants a rate 100 times as high,
+    which destroys a large model.
+
     Raises:
         InvalidRequestError: unknown task, setting or option.
     """
@@ -98,7 +103,10 @@ def open_task(name: str, words: Mapping[str, Any]) -> Generator[TaskChoice]:
     seed = RLConfig.from_texts({key: value for key, value in settings.items() if key == "seed"}).seed
     with suggestion_of_settings(options, RLConfig.model_fields):
         choice = load_task(name, seed=seed, **options)
-    config = RLConfig.from_texts({**choice.config.model_dump(), **settings})
+    proposed = choice.config.model_dump()
+    if settings.get("base_model", proposed["base_model"]) != proposed["base_model"]:
+        proposed["learning_rate"] = RLConfig.from_env().learning_rate
+    config = RLConfig.from_texts({**proposed, **settings})
     try:
         yield TaskChoice(choice.adapter, config)
     finally:
