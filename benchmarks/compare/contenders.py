@@ -22,6 +22,7 @@ from typing import Any, Literal
 from benchmarks.compare.environments import LLAMA_REQUIREMENTS, SKYRL_REQUIREMENTS, TRL_REQUIREMENTS, PeerEnvironment
 from benchmarks.compare.turns import Say, Worker
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 
 Transport = Literal["embedded", "http", "engine"]
 """How mint's side reaches the engine: through the service in its own process, through a socket, or directly. The last
@@ -105,7 +106,7 @@ def torch_version() -> str:
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingExtraError("the benchmark needs mint's engine", remedy="pip install 'mint[local]'") from error
+        raise MissingExtraError("the benchmark needs mint's engine", remedy=install_command("local")) from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A published model, SmolLM2-135M-Instruct, learns three tasks that others wrote: held-out reward before and after.
 
-    mint models pull SmolLM2-135M-Instruct
-    pip install 'mint[tasks,ifeval,textarena]'
+    mint models pull HuggingFaceTB/SmolLM2-135M-Instruct
+    pip install -c constraints/cpu.txt '.[local,tasks,ifeval,textarena]'
     python -m benchmarks.learning.published_model [--task NAME …] [--seed N …] > rows.jsonl
     python -m benchmarks.learning.published_model --read rows.jsonl --plot docs/published-model.png
 

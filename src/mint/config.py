@@ -28,9 +28,9 @@
 | `MINT_COLLECTIVE_TIMEOUT_S` | with a cluster: seconds without a step of training while a process waits | `30` |
 | `MINT_LEASE_S` | in another's Ray cluster: seconds for which a server's processes live on without it | `120` |
 | `MINT_SAMPLER` | what samples, separated by commas: `vllm=http://HOST:PORT`, or `workers` that join | none |
-| `MINT_SAMPLER_FOLDER` | where they read LoRAs: a folder that they have under the same path | a temporary one |
-| `MINT_SAMPLER_API_KEY` | the key that they ask for | unset |
-| `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
+| `MINT_SAMPLER_FOLDER` | where external samplers read LoRAs; they must see it under the same path | a temporary one |
+| `MINT_SAMPLER_API_KEY` | the API key of the external samplers | unset |
+| `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | on Linux and x86-64, with a C compiler |
 | `MINT_BATCH_INVARIANT` | on a GPU, a sampled row has the same bits in any batch; slower | off |
 | `MINT_GPU_OFF` | comma-separated fast paths that a GPU does not take (docs/gpu.md); other bits | none |
 | `MINT_DEVICE` | where torch computes: `cpu`, `cuda`, or `mps` on Apple | `cuda` if torch sees one, else `cpu` |

@@ -13,7 +13,7 @@ import mint
 from mint import types
 from mint.errors import MissingExtraError
 
-REMEDY = r"pip install 'mint\[structured\]'"
+REMEDY = r"pip install .*\[structured\]"
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 FORMATS: dict[str, dict[str, Any]] = {
     "json_object": {"response_format": {"type": "json_object"}},

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mint.errors import InvalidRequestError, MissingExtraError
+from mint.extras import install_command
 from mint.tokenizer import special_token_ids, token_bytes
 from mint.types import StructuredOutputs
 
@@ -141,7 +142,7 @@ def require_llguidance() -> None:
     try:
         import llguidance  # noqa: F401 - an extra
     except ImportError as error:
-        remedy = "pip install 'mint[structured]', where the model runs"
+        remedy = f"Where the model runs: {install_command('structured')}"
         raise MissingExtraError("structured outputs need llguidance", remedy=remedy) from error
 
 
