@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 import mint
 from mint.client import chunking as chunks
@@ -203,6 +205,35 @@ def test_an_item_that_is_no_datum_is_named_and_takes_no_place(client: mint.Servi
         training.forward_backward(wrong, "cross_entropy")
     training.forward_backward(DATA, "cross_entropy").result()
     assert training.optim_step(ADAM).result().metrics["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda training, text: training.save_state(text), "SaveWeightsRequest.path"),
+        (lambda training, text: training.save_state("a", user_metadata={"of": [text]}), "user_metadata"),
+        (lambda training, text: training.forward_backward(DATA, text), "forward_backward_input.loss_fn"),
+        (
+            lambda training, text: training.forward_backward(DATA, "ppo", {text: 1.0}),
+            "forward_backward_input.loss_fn_config",
+        ),
+        (
+            lambda training, text: training.forward_backward([datum(1, 2, **{text: [1.0]})], "cross_entropy"),
+            "forward_backward_input.data[0].loss_fn_inputs",
+        ),
+    ],
+)
+def test_a_text_that_cannot_be_sent_is_named_and_takes_no_place(
+    client: mint.ServiceClient, call: Callable[[mint.TrainingClient, str], Any], field: str
+) -> None:
+    """The server would wait for a number that is taken and never sent, and refuse all later calls in the end."""
+    training = trainer(client)
+    with pytest.raises(InvalidRequestError) as caught:
+        call(training, "half a pair: \ud83d")
+    assert field in (caught.value.field or "") and caught.value.remedy
+    assert r"\ud83d" in str(caught.value) and str(caught.value).isascii()
+    training.forward_backward(DATA, "cross_entropy")
+    assert training.optim_step(ADAM).result(timeout=HANG_S).metrics["step"] == 1
 
 
 def test_a_bad_chunk_fails_the_step(client: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,3 +466,12 @@ def test_a_custom_loss_may_have_several_targets_per_place(client: mint.ServiceCl
     training.forward_backward_custom([several, *DATA], loss).result()
     assert shapes == [(2, 2), (3,), (2,)]
     assert training.optim_step(ADAM).result().metrics["step"] == 1
+
+
+def test_a_datum_without_targets_takes_no_place_in_a_custom_loss(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    wrong = Datum(model_input=PROMPT, loss_fn_inputs={"weights": [1.0] * 3})
+    with pytest.raises(mint.MintError, match="target_tokens"):
+        training.forward_backward_custom([*DATA, wrong], lambda _data, rows: (-rows[0].sum(), {}))
+    training.forward_backward(DATA, "cross_entropy")
+    assert training.optim_step(ADAM).result(timeout=HANG_S).metrics["step"] == 1

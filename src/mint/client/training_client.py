@@ -11,11 +11,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.client import chunking as chunks
 from mint.client.async_twins import awaited, submitted
+from mint.client.connection.request_checks import checked
 from mint.client.connection.server_connection import EncodedRequest
 from mint.client.custom_loss import CustomLoss, gradient, reversed_loss, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
@@ -35,7 +36,6 @@ from mint.types import (
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
-    invalid_request,
 )
 from mint.types.records import Checkpoint
 from mint.wire.requests import (
@@ -51,7 +51,6 @@ from mint.wire.requests import (
 )
 
 M = TypeVar("M", bound=wire.Message)
-Q = TypeVar("Q", bound=BaseModel)
 LossConfig = Mapping[str, float | str]
 
 
@@ -107,10 +106,14 @@ class TrainingClient:
             )
         data = list(data)
         parts = chunks.split(data)
-        # Both passes take their numbers now: calls made while `fn` runs come after the gradient.
-        forward = self._take_numbers(len(parts))
-        backward = self._take_numbers(len(parts))
-        return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward, trained_only)))
+        settings = {"trained_only": 1.0} if trained_only else None
+        contents = _contents([without_loss(part) for part in parts], config=settings)
+        with self._lock:
+            forward = self._encode_passes(contents, self._next_number, forward_only=True)
+            # Both passes take their numbers now: calls made while `fn` runs come after the gradient.
+            backward = self._next_number + len(parts)
+            self._next_number += 2 * len(parts)
+        return APIFuture(self._session.run(self._custom(data, parts, fn, settings, forward, backward)))
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
@@ -247,59 +250,36 @@ class TrainingClient:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _take_numbers(self, count: int) -> list[int]:
+    def _numbered(self, message: type[BaseModel], /, **fields: Any) -> EncodedRequest:
+        """The next request of this model. A field that is wrong or cannot be sent raises here, before a number is
+        taken: the server would wait for a number that never comes."""
         with self._lock:
-            first = self._next_number
-            self._next_number += count
-        return list(range(first, first + count))
-
-    def _numbered(self, message: type[Q], /, **fields: Any) -> Q:
-        """The next request of this model. A wrong field raises here, before a number is taken."""
-        with self._lock:
-            try:
-                request = message(**{"model_id": self.model_id, "seq_id": self._next_number, **fields})
-            except ValidationError as error:
-                raise invalid_request(error, message.__name__) from error
+            request = checked(message, **{"model_id": self.model_id, "seq_id": self._next_number, **fields})
+            encoded = self._session.server.encode(request)
             self._next_number += 1
-        return request
+        return encoded
 
     def _pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
-        bodies = self._encode_passes(chunks.split(data), loss_fn, config, forward_only=forward_only)
+        contents = _contents(chunks.split(data), loss_fn, config)
+        with self._lock:
+            bodies = self._encode_passes(contents, self._next_number, forward_only=forward_only)
+            self._next_number += len(bodies)
         return APIFuture(self._session.run(self._submit_passes(bodies)))
 
     def _encode_passes(
-        self,
-        parts: Sequence[list[Datum]],
-        loss_fn: str = "cross_entropy",
-        config: LossConfig | None = None,
-        *,
-        numbers: Sequence[int] | None = None,
-        forward_only: bool = False,
+        self, contents: Sequence[ForwardBackwardInput], first_number: int, *, forward_only: bool = False
     ) -> list[EncodedRequest]:
-        """A request for each part; `numbers` None takes the next ones.
-
-        All parts are checked first: a number that is taken and never sent would stop the model.
-        """
-        settings = None
-        if config is not None:
-            settings = {key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()}
-        contents = []
-        for part in parts:
-            try:
-                contents.append(ForwardBackwardInput(data=part, loss_fn=loss_fn, loss_fn_config=settings))
-            except ValidationError as error:
-                raise invalid_request(error, "forward_backward") from error
-        if numbers is None:
-            numbers = self._take_numbers(len(contents))
-        bodies = []
-        for content, number in zip(contents, numbers, strict=True):
-            request = ForwardBackwardRequest(
-                model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
+        """A request for each content, numbered from `first_number`."""
+        return [
+            self._session.server.encode(
+                ForwardBackwardRequest(
+                    model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
+                )
             )
-            bodies.append(self._session.server.encode(request))
-        return bodies
+            for number, content in enumerate(contents, first_number)
+        ]
 
     async def _submit_passes(self, bodies: Sequence[EncodedRequest]) -> ForwardBackwardOutput:
         await wait_async(self._made, None)
@@ -313,23 +293,22 @@ class TrainingClient:
         data: list[Datum],
         parts: list[list[Datum]],
         fn: CustomLoss,
-        forward: list[int],
-        backward: list[int],
-        trained_only: bool,
+        settings: LossConfig | None,
+        forward: Sequence[EncodedRequest],
+        backward: int,
     ) -> ForwardBackwardOutput:
-        settings = {"trained_only": 1.0} if trained_only else None
+        """Both passes; `backward` is the first number of the second one, which has as many requests as `forward`."""
         try:
-            unweighted = [without_loss(part) for part in parts]
-            looked = self._encode_passes(unweighted, config=settings, numbers=forward, forward_only=True)
-            first = await self._submit_passes(looked)
+            first = await self._submit_passes(forward)
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
         except BaseException:  # a cancelled call, too: the server waits for the numbers that it has taken
-            await self._fail_numbers(backward)
+            await self._fail_passes(backward, len(parts))
             raise
         left = iter(weights)
         weighted = [[reweighted(datum, next(left)) for datum in part] for part in parts]
-        second = await self._submit_passes(self._encode_passes(weighted, config=settings, numbers=backward))
+        bodies = self._encode_passes(_contents(weighted, config=settings), backward)
+        second = await self._submit_passes(bodies)
         surrogate = second.metrics.get("loss:sum", 0.0)
         merged = {**second.metrics, **metrics, "loss:sum": loss, "surrogate_loss:sum": surrogate}
         warning = reversed_loss(data, weights)
@@ -340,17 +319,17 @@ class TrainingClient:
         }
         return second.model_copy(update=merged_output)
 
-    async def _fail_numbers(self, numbers: Sequence[int]) -> None:
+    async def _fail_passes(self, first_number: int, count: int) -> None:
         """Sends empty passes for numbers whose passes cannot be made: the server refuses them and the next step."""
-        empty = self._encode_passes([[] for _ in numbers], numbers=numbers)
+        empty = self._encode_passes(_contents([[]] * count), first_number)
         await asyncio.gather(*(self._submit_passes([body]) for body in empty), return_exceptions=True)
 
     def _load(self, path: str, token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         request = self._numbered(LoadWeightsRequest, path=path, optimizer=optimizer, weights_access_token=token)
         return self._send("load_weights", request, LoadWeightsResponse)
 
-    def _send(self, route: str, request: BaseModel, kind: type[M]) -> APIFuture[M]:
-        return APIFuture(self._session.run(self._submit(route, self._session.server.encode(request), kind)))
+    def _send(self, route: str, outgoing: EncodedRequest, kind: type[M]) -> APIFuture[M]:
+        return APIFuture(self._session.run(self._submit(route, outgoing, kind)))
 
     async def _submit(self, route: str, outgoing: EncodedRequest, kind: type[M]) -> M:
         await wait_async(self._made, None)
@@ -359,6 +338,16 @@ class TrainingClient:
     async def _get_info(self) -> GetInfoResponse:
         await wait_async(self._made, None)
         return await self._session.server.post("get_info", ModelRequest(model_id=self.model_id), GetInfoResponse)
+
+
+def _contents(
+    parts: Sequence[list[Datum]], loss_fn: str = "cross_entropy", config: LossConfig | None = None
+) -> list[ForwardBackwardInput]:
+    """What the requests of one call hold, one for each part."""
+    settings = None
+    if config is not None:
+        settings = {key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()}
+    return [checked(ForwardBackwardInput, data=part, loss_fn=loss_fn, loss_fn_config=settings) for part in parts]
 
 
 class TrainingClientFuture(ClientFuture[TrainingClient], TrainingClient):

@@ -27,7 +27,11 @@ MAX_METADATA_BYTES = 256 * 1024
 
 
 def _bounded(metadata: dict[str, Any]) -> dict[str, Any]:
-    size = len(pydantic_core.to_json(metadata))
+    try:
+        size = len(pydantic_core.to_json(metadata))
+    except ValueError as error:
+        remedy = "Pass text that is valid Unicode, and only numbers, texts, lists and dictionaries"
+        raise InvalidRequestError("cannot be written as JSON", value=repr(metadata), remedy=remedy) from error
     if size > MAX_METADATA_BYTES:
         remedy = f"Send at most {MAX_METADATA_BYTES} bytes of JSON; keep larger things in a file of your own"
         raise InvalidRequestError("is too large", value=f"{size} bytes", remedy=remedy)

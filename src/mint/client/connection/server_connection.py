@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 import mint.wire as wire
 from mint.client.connection.backoff import Backoff
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.request_checks import unwritable
 from mint.client.connection.server_errors import LONGEST_ERROR_BYTES, LostError, error_of, is_error, is_not_yet, json_of
 from mint.client.connection.transport import TIMEOUT_S, Request, Response, Transport, TransportError
 from mint.client.connection.wait_log import WaitLog, log
@@ -118,14 +120,21 @@ class ServerConnection:
     # --- requests with a result ----------------------------------------------------------------------------------
 
     def encode(self, message: BaseModel) -> EncodedRequest:
-        """The message in the encoding that suits it: passes, which hold tensors, as protobuf."""
-        if self._reads_proto and isinstance(message, ForwardBackwardRequest):
-            try:
-                return EncodedRequest(message, wire.Encoding.PROTO, wire.encode(message, wire.Encoding.PROTO))
-            except InvalidRequestError as error:
-                # A value that only JSON can carry: the server refuses it in its turn.
-                log.debug("sent as JSON: %s", error)
-        return EncodedRequest(message, wire.Encoding.JSON, wire.encode(message))
+        """The message in the encoding that suits it: passes, which hold tensors, as protobuf.
+
+        Raises:
+            InvalidRequestError: it holds a value that cannot be sent, such as half of a surrogate pair.
+        """
+        try:
+            if self._reads_proto and isinstance(message, ForwardBackwardRequest):
+                try:
+                    return EncodedRequest(message, wire.Encoding.PROTO, wire.encode(message, wire.Encoding.PROTO))
+                except InvalidRequestError as error:
+                    # A value that only JSON can carry: the server refuses it in its turn.
+                    log.debug("sent as JSON: %s", error)
+            return EncodedRequest(message, wire.Encoding.JSON, wire.encode(message))
+        except (PydanticSerializationError, UnicodeError) as error:
+            raise unwritable(message, error) from error
 
     async def submit(self, path: str, encoded: EncodedRequest, kind: type[M]) -> M:
         """Submits a request and waits for its result. A sample request that the server has lost is submitted again.
