@@ -475,3 +475,21 @@ def test_a_datum_without_targets_takes_no_place_in_a_custom_loss(client: mint.Se
         training.forward_backward_custom([*DATA, wrong], lambda _data, rows: (-rows[0].sum(), {}))
     training.forward_backward(DATA, "cross_entropy")
     assert training.optim_step(ADAM).result(timeout=HANG_S).metrics["step"] == 1
+
+
+def test_a_custom_loss_that_takes_the_targets_away_refuses_the_step(client: mint.ServiceClient) -> None:
+    """The second pass cannot be made then: the server is told, and does not wait for it."""
+    training = trainer(client)
+
+    def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        data[0].loss_fn_inputs.clear()
+        return -sum(row.sum() for row in logprobs), {}
+
+    passed = training.forward_backward_custom([datum(1, 2, 3), *DATA], loss)
+    stepped = training.optim_step(ADAM)
+    with pytest.raises(mint.MintError, match="target_tokens"):
+        passed.result(timeout=HANG_S)
+    with pytest.raises(StepRefusedError):
+        stepped.result(timeout=HANG_S)
+    training.forward_backward(DATA, "cross_entropy")
+    assert training.optim_step(ADAM).result(timeout=HANG_S).metrics["step"] == 1

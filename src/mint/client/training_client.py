@@ -302,12 +302,12 @@ class TrainingClient:
             first = await self._submit_passes(forward)
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
+            left = iter(weights)
+            weighted = [[reweighted(datum, next(left)) for datum in part] for part in parts]
+            bodies = self._encode_passes(_contents(weighted, config=settings), backward)
         except BaseException:  # a cancelled call, too: the server waits for the numbers that it has taken
             await self._fail_passes(backward, len(parts))
             raise
-        left = iter(weights)
-        weighted = [[reweighted(datum, next(left)) for datum in part] for part in parts]
-        bodies = self._encode_passes(_contents(weighted, config=settings), backward)
         second = await self._submit_passes(bodies)
         surrogate = second.metrics.get("loss:sum", 0.0)
         merged = {**second.metrics, **metrics, "loss:sum": loss, "surrogate_loss:sum": surrogate}
