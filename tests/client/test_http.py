@@ -548,3 +548,30 @@ def test_a_wrong_argument_uses_no_place_up(url: str) -> None:
             training.optim_step({"learning_rate": 1.0})  # ty: ignore
         training.forward_backward(DATA, "cross_entropy")
         assert training.optim_step(adam_params=AdamParams()).result(timeout=HANG_S).metrics["step"] == 1
+
+
+def test_a_wrong_argument_of_any_client_is_named(url: str) -> None:
+    wrong: Any = ["wrong"]
+    params = SamplingParams(max_tokens=1)
+    with mint.ServiceClient(base_url=url) as client:
+        sampler, rest = client.create_sampling_client(base_model="mint/tiny"), client.create_rest_client()
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        calls: dict[str, Callable[[], object]] = {
+            "num_samples": lambda: sampler.sample(PROMPT, wrong, params),
+            "prompt": lambda: sampler.sample(wrong, 1, params),
+            "sampling_params": lambda: sampler.sample(PROMPT, 1, wrong),
+            "prompt_logprobs_last_n": lambda: sampler.compute_logprobs(PROMPT, wrong),
+            "model_path": lambda: training.create_sampling_client(wrong),
+            "base_model": lambda: client.create_sampling_client(base_model=wrong),
+            "tinker_path": lambda: rest.get_weights_info_by_tinker_path(wrong),
+            "ttl_seconds": lambda: rest.set_checkpoint_ttl_from_tinker_path("mint://a/weights/b", wrong),
+            "source_path": lambda: rest.copy_weights(wrong),
+            "project_id": lambda: rest.assign_session_project("a", wrong),
+            "detail": lambda: client.close(detail=wrong),
+        }
+        for field, call in calls.items():
+            with pytest.raises(InvalidRequestError) as caught:
+                call()
+            assert (caught.value.field or "").endswith(f".{field}") and caught.value.remedy, caught.value
+            assert "must be" in caught.value.message and "wrong" in (caught.value.value or "")
+        assert sampler.sample(PROMPT, 1, params).result(timeout=HANG_S)

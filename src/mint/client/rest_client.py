@@ -15,6 +15,7 @@ import mint.wire as wire
 from mint.client.async_twins import awaited
 from mint.client.connection import file_transfers
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.request_checks import checked
 from mint.client.futures import APIFuture
 from mint.client.session import EmbeddedServer, Session
 from mint.config import read_settings
@@ -159,7 +160,7 @@ class RestClient:
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """The model that a checkpoint was saved from."""
-        request = WeightsInfoRequest(tinker_path=tinker_path)
+        request = checked(WeightsInfoRequest, tinker_path=tinker_path)
         return self._ask(lambda: self._session.server.post("weights_info", request, WeightsInfoResponse))
 
     get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
@@ -190,7 +191,7 @@ class RestClient:
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Deletes a checkpoint after `ttl_seconds` from now; None keeps it for good."""
-        return self._change("PUT", tinker_path, "/ttl", SetCheckpointTtlRequest(ttl_seconds=ttl_seconds))
+        return self._change("PUT", tinker_path, "/ttl", checked(SetCheckpointTtlRequest, ttl_seconds=ttl_seconds))
 
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
@@ -203,7 +204,8 @@ class RestClient:
         weights_access_token: str | None = None,
     ) -> APIFuture[str]:
         """Copies a readable checkpoint into a new run of the caller; the path of the copy."""
-        request = CopyWeightsRequest(
+        request = checked(
+            CopyWeightsRequest,
             source_path=path,
             destination_project_id=destination_project_id,
             ttl_seconds=ttl_seconds,
@@ -308,7 +310,7 @@ class RestClient:
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Puts a session, and with it its runs, into a project."""
-        request = AssignSessionProjectRequest(project_id=project_id)
+        request = checked(AssignSessionProjectRequest, project_id=project_id)
 
         async def ask() -> None:
             await self._session.server.call("PUT", f"sessions/{_part(session_id)}/project", request)

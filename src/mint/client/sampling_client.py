@@ -13,6 +13,7 @@ from typing import Any
 
 from mint.client.async_twins import awaited
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.request_checks import checked
 from mint.client.connection.server_connection import EncodedRequest
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.session import Session
@@ -77,7 +78,8 @@ class SamplingClient:
             prompt_alt_tokens_k: Also this many draws from the policy at each place after the first.
             prompt_logprobs_last_n: Limits what is asked about the prompt to this many last tokens.
         """
-        request = SampleRequest(
+        request = checked(
+            SampleRequest,
             sampling_session_id=self.sampling_session_id,
             seq_id=next(self._numbers),
             prompt=prompt,
@@ -101,7 +103,8 @@ class SamplingClient:
     ) -> APIFuture[list[float | None]]:
         """The logprob of each token of `prompt` given those before it; None for the first, and, where only the last n
         are asked for, for those before them."""
-        request = SampleRequest(
+        request = checked(
+            SampleRequest,
             sampling_session_id=self.sampling_session_id,
             seq_id=next(self._numbers),
             prompt=prompt,

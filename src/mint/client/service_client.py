@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from mint.client.async_twins import awaited
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.request_checks import checked
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClientFuture
@@ -26,14 +27,12 @@ from mint.types import (
     GetServerCapabilitiesResponse,
     LoadWeightsResponse,
     LoraConfig,
-    invalid_request,
 )
 from mint.types.records import SessionOutcome
 from mint.version import VERSION
 from mint.wire.requests import CreateModelRequest, CreateSessionRequest, LoadWeightsRequest
 
 F = TypeVar("F", bound=ClientFuture[Any])
-Q = TypeVar("Q", bound=BaseModel)
 
 
 class ServiceClient:
@@ -84,7 +83,7 @@ class ServiceClient:
                 "was given together with base_url", field="data_dir", value=data_dir, remedy=remedy
             )
         folder = None if data_dir is None else Path(data_dir)
-        request = _checked(
+        request = checked(
             CreateSessionRequest,
             tags=settings.tag_list,
             user_metadata=user_metadata,
@@ -259,16 +258,9 @@ class ServiceClient:
     ) -> TrainingClientFuture:
         session_id = self._session.open()
         number = next(self._session.model_numbers)
-        request = _checked(kind, session_id=session_id, model_seq_id=number, **fields)
+        request = checked(kind, session_id=session_id, model_seq_id=number, **fields)
         made = self._session.run(self._session.server.submit(route, self._session.server.encode(request), answer))
         return TrainingClientFuture(self._session, f"{session_id}:train:{number}", made)
-
-
-def _checked(message: type[Q], /, **fields: Any) -> Q:
-    try:
-        return message(**fields)
-    except ValidationError as error:
-        raise invalid_request(error, message.__name__) from error
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import mint.wire as wire
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.request_checks import checked
 from mint.client.connection.server_connection import GONE, SUBMIT_PATIENCE_S, ServerConnection
 from mint.client.connection.transport import TIMEOUT_S, InProcessTransport, Transport
 from mint.client.connection.wait_log import log
@@ -212,7 +213,11 @@ class Session:
         """Ends the session; futures that are still open fail with `SessionEndedError`. Closing again does nothing.
 
         Takes a few seconds at most where the server does not answer: it ends a session without heartbeats itself.
+
+        Raises:
+            InvalidRequestError: `outcome` or `detail` is no text; the session goes on.
         """
+        finished = checked(FinishSessionRequest, reason=checked(FinishReason, type=outcome), detail=detail)
         with self._lock:
             if self._closed:
                 return
@@ -221,16 +226,15 @@ class Session:
             if self._loop is None or self._pid != os.getpid():
                 return
         _open_sessions.discard(self)
-        asyncio.run_coroutine_threadsafe(self._disconnect(outcome, detail), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._disconnect(finished), self._loop).result()
         self._stop()
 
-    async def _disconnect(self, outcome: SessionOutcome, detail: str | None) -> None:
+    async def _disconnect(self, finished: FinishSessionRequest) -> None:
         self.server.is_closing = True
         try:
             async with asyncio.timeout(CLOSE_S):
                 if self._joined is None:
                     self._heartbeats.cancel()
-                    finished = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
                     await self.server.notify(f"sessions/{self._session_id}/finish", finished)
         except TimeoutError:
             log.debug("the session could not be closed on the server in time")

@@ -362,8 +362,12 @@ def create_sampler(
     """A sampler of a checkpoint or of a base model; the server may still be making it."""
     session_id = session.open()
     number = next(session.sampler_numbers)
-    request = CreateSamplingSessionRequest(
-        session_id=session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
+    request = checked(
+        CreateSamplingSessionRequest,
+        session_id=session_id,
+        sampling_session_seq_id=number,
+        model_path=model_path,
+        base_model=base_model,
     )
     made = session.run(session.server.post("create_sampling_session", request, CreateSamplingSessionResponse))
     name = f"{session_id}:sample:{number}"

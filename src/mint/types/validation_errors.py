@@ -17,6 +17,7 @@ _REMEDIES = {
     "float_type": "Pass a number",
     "int_type": "Pass a whole number, without a decimal point",
     "missing": "Pass it",
+    "model_type": "Pass one, or a dictionary of its fields",
     "string_type": "Pass a text",
 }
 """By pydantic's name of what is wrong."""
@@ -40,6 +41,7 @@ _WORDINGS = {
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "missing": "is missing",
+    "model_type": "must be an object of the type {class_name}",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
     "string_type": "must be a text",
@@ -75,7 +77,10 @@ def wording(complaint: ErrorDetails) -> str:
     if complaint["type"] == "value_error" and "error" in context:
         return str(context["error"])
     template = _WORDINGS.get(complaint["type"])
-    return complaint["msg"] if template is None else template.format(**context)
+    if template is None:
+        return complaint["msg"]
+    # The class that pydantic names reads the JSON form of a `ModelInput`.
+    return template.format(**context).removesuffix("Json")
 
 
 def _is_branch(part: int | str) -> bool:
