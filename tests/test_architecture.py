@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mint"
 
 ROW = re.compile(r"^\| (?P<rooms>[^|]+) \| (?P<targets>[^|]+) \|$", re.MULTILINE)
-LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.rest_client", "mint.compose.embedded")}
+LAZY = {("mint.client.embedded_service", "mint.compose.embedded")}
 """The one join upwards: the client opens the embedded service when no base URL is set, imported inside the function."""
 
 

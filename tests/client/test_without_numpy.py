@@ -82,6 +82,10 @@ def test_a_client_without_numpy_gets_what_a_client_with_numpy_gets(tmp_path: Pat
             r"needs the package numpy.* pip install .*\[local\]' to compute on this machine, or set MINT_BASE_URL",
         ),
         (
+            "from mint.client.rest_client import RestClient; RestClient().list_sessions()",
+            r"needs the package numpy.* pip install .*\[local\]' to compute on this machine, or set MINT_BASE_URL",
+        ),
+        (
             "from mint.types import TensorData; TensorData([1], 'int64').to_numpy()",
             "needs the package numpy, which is not installed. pip install numpy",
         ),

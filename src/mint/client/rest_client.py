@@ -16,8 +16,9 @@ from mint.client.async_twins import awaited
 from mint.client.connection import file_transfers
 from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.request_checks import checked
+from mint.client.embedded_service import open_embedded_service
 from mint.client.futures import APIFuture
-from mint.client.session import EmbeddedServer, Session
+from mint.client.session import Session
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
@@ -59,7 +60,7 @@ class RestClient:
         self._shares_session = session is not None
         url = base_url or settings.base_url
         self._session = session or Session(
-            Endpoint(url, api_key or settings.api_key), open_embedded=_open_embedded, joined=""
+            Endpoint(url, api_key or settings.api_key), open_embedded=open_embedded_service, joined=""
         )
 
     def close(self) -> None:
@@ -374,11 +375,3 @@ def _route(parsed: ParsedCheckpointTinkerPath) -> str:
 
 def _with(path: str, query: dict[str, Any]) -> str:
     return f"{path}?{urlencode({key: value for key, value in query.items() if value is not None})}"
-
-
-def _open_embedded() -> EmbeddedServer:
-    from mint.compose.embedded import (
-        open_embedded,
-    )  # deferred: the service, which users of a server may not have installed
-
-    return open_embedded()

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from mint.client.async_twins import awaited
 from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.request_checks import checked
+from mint.client.embedded_service import open_embedded_service
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClientFuture
 from mint.client.session import EmbeddedServer, Session
 from mint.client.training_client import TrainingClientFuture, create_sampler
 from mint.config import read_settings
-from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
-from mint.extras import install_command
+from mint.errors import InvalidRequestError, NotFoundError
 from mint.types import (
     CreateModelResponse,
     GetServerCapabilitiesResponse,
@@ -95,7 +95,7 @@ class ServiceClient:
         self._session = Session(
             Endpoint(None if open_embedded is not None else url, api_key or settings.api_key, headers),
             request=request,
-            open_embedded=open_embedded or (lambda: _open_embedded(folder)),
+            open_embedded=open_embedded or (lambda: open_embedded_service(folder)),
         )
 
     @property
@@ -281,16 +281,3 @@ def _made(future: F) -> F:
     except RuntimeError:
         future.result()
     return future
-
-
-def _open_embedded(data_dir: Path | None) -> EmbeddedServer:
-    try:
-        from mint.compose.embedded import open_embedded  # deferred: users of a server may not have it installed
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "mint":
-            raise
-        raise MissingExtraError(
-            f"computing on this machine needs the package {error.name}, which is not installed",
-            remedy=f"{install_command('local')} to compute on this machine, or set MINT_BASE_URL to use a server",
-        ) from error
-    return open_embedded(data_dir=data_dir)
