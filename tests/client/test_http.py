@@ -188,6 +188,14 @@ def test_failed_futures_of_other_servers_are_read_too(
         client.create_lora_training_client("mint/tiny")
 
 
+def test_what_the_server_says_of_a_result_that_is_gone_is_kept(door: RecordingServer, url: str) -> None:
+    gone = NotFoundError("was dropped to make room", field="request_id", value="r1", remedy="Read results sooner")
+    door.answers["retrieve_future"] = times(1, JSONResponse(gone.to_wire(), status_code=410))
+    with mint.ServiceClient(base_url=url) as client, pytest.raises(SessionEndedError) as caught:
+        client.create_lora_training_client("mint/tiny")
+    assert str(caught.value) == str(gone) and caught.value.remedy == gone.remedy
+
+
 def test_a_server_that_does_not_hold_the_question_is_not_asked_in_a_loop(door: RecordingServer, url: str) -> None:
     pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
     old_style = JSONResponse({"type": "try_again", "queue_state": "paused_capacity"}, status_code=200)

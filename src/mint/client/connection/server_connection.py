@@ -278,11 +278,18 @@ def _refuses_proto(response: Response, encoded: EncodedRequest) -> bool:
 
 
 def _good(response: Response) -> Response:
-    if response.status_code == GONE:
-        raise LostError("the server does not have it any more")
-    if is_error(response.status_code, response.content):
-        raise error_of(response.status_code, response.content, response.url)
-    return response
+    if not is_error(response.status_code, response.content):
+        return response
+    error = error_of(response.status_code, response.content, response.url)
+    if response.status_code == GONE:  # whatever class the server names: `submit` may send the request again
+        raise LostError(
+            error.message,
+            field=error.field,
+            value=error.value,
+            remedy=error.remedy or "Send the request again",
+            request_id=error.request_id,
+        )
+    raise error
 
 
 async def _read(response: Response, kind: type[M]) -> M:
