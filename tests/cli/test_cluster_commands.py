@@ -70,7 +70,13 @@ def test_scale_is_refused_with_the_reason(tmp_path: Path) -> None:
     make_key(tmp_path, "ann")
     with running(tmp_path, operators=("olga",)) as server:
         shown = CliRunner().invoke(app, ["scale", "--trainers", "3", "--url", server.url])
-        assert shown.exit_code == 1 and "key" in shown.stderr
+        assert shown.exit_code == 1 and shown.stderr.startswith("AuthenticationError: ") and "key" in shown.stderr
+        key = make_key(tmp_path, "bob")
+        shown = CliRunner().invoke(
+            app, ["scale", "--trainers", "3", "--url", server.url, "--json"], env={"MINT_API_KEY": key}
+        )
+        assert shown.exit_code == 1 and json.loads(shown.stdout)["code"] == "OperatorOnlyError"
+        assert json.loads(shown.stdout)["remedy"]
 
 
 def test_a_server_that_is_not_ready_gives_its_reason_and_status_1(

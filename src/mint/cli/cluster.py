@@ -145,10 +145,12 @@ def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -
     """The server's address and its answer, also that of a server which is not ready; a POST with `content`.
 
     Raises:
-        InvalidRequestError: the address is none of a mint server, or the server refuses.
+        InvalidRequestError: the address is none of a mint server.
         ConnectionLostError: nobody answers there.
+        MintError: what the server refuses with.
     """
-    from mint.config import read_settings  # deferred: `mint --help` answers at once
+    from mint.client.connection.server_errors import error_of  # deferred: `mint --help` answers at once
+    from mint.config import read_settings
 
     settings = read_settings()
     address = (url or settings.base_url or DEFAULT_URL).rstrip("/")
@@ -162,9 +164,9 @@ def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -
     request = urllib.request.Request(f"{address}{path}", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            answer = response.read()
+            code, answer = response.status, response.read()
     except urllib.error.HTTPError as error:  # it has a body, too
-        answer = error.read()
+        code, answer = error.code, error.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConnectionLostError(f"no server answers at {address}: {reason}", remedy="Start mint serve") from error
@@ -175,5 +177,5 @@ def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -
     if isinstance(found, dict) and isinstance(found.get("status"), str):
         return address, found
     if isinstance(found, dict) and isinstance(found.get("error"), str):
-        raise InvalidRequestError(found["error"])
+        raise error_of(code, answer, f"{address}{path}")
     raise InvalidRequestError("is not a mint server", field="--url", value=address, remedy=remedy)
