@@ -14,7 +14,7 @@ from waiting import HANG_S
 import mint
 from mint.client import chunking as chunks
 from mint.errors import CheckpointError, InvalidRequestError, StepRefusedError, UnknownBaseModelError
-from mint.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData, records
 
 ADAM = AdamParams(learning_rate=1e-3)
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -406,6 +406,27 @@ def test_a_checkpoint_is_found_by_name_described_and_published(client: mint.Serv
     assert {item.checkpoint_id for item in training.get_checkpoint_metadata() if item.public} == {
         "sampler_weights/mine"
     }
+
+
+def test_a_checkpoint_is_found_by_name_behind_many_newer_ones(
+    client: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_PAGE", 2)  # of the server, which gives no longer page
+    training = trainer(client)
+    training.save_state("old").result()
+    for number in range(4):
+        training.save_state(f"new-{number}").result()
+    params = SamplingParams(max_tokens=2, seed=5)
+    assert client.create_sampling_client_from_checkpoint("old").sample(PROMPT, 1, params).result()
+
+
+def test_in_async_code_a_name_is_looked_up_without_blocking(client: mint.ServiceClient) -> None:
+    async def look_up() -> None:
+        missing = client.create_sampling_client_from_checkpoint("missing")
+        with pytest.raises(mint.NotFoundError, match=r"missing.*mint checkpoints list"):
+            await missing
+
+    asyncio.run(look_up())
 
 
 def test_a_name_is_taken_unless_overwriting_is_asked_for(client: mint.ServiceClient) -> None:

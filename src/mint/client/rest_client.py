@@ -6,7 +6,7 @@ Each method returns an `APIFuture`; awaiting its `…_async` twin gives the valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlencode
@@ -127,18 +127,7 @@ class RestClient:
 
         async def ask() -> CheckpointsListResponse:
             path = f"training_runs/{_part(training_run_id)}/checkpoints"
-            found: list[Checkpoint] = []
-            offset = 0
-            while True:
-                query = {"limit": MAX_PAGE, "offset": offset}
-                page = await self._session.server.get(_with(path, query), CheckpointsListResponse)
-                found += page.checkpoints
-                if page.cursor is None or not page.checkpoints:  # an older server gives all at once
-                    break
-                offset += page.cursor.limit
-                if offset >= page.cursor.total_count:
-                    break
-            return CheckpointsListResponse(checkpoints=found)
+            return CheckpointsListResponse(checkpoints=[item async for item in all_checkpoints(self._session, path)])
 
         return self._ask(ask)
 
@@ -359,6 +348,20 @@ class RestClient:
     async def _archive(self, path: str) -> CheckpointArchiveUrlResponse:
         route = f"{_route(await self._located(path))}/archive"
         return await file_transfers.archive_url(self._session.server, route)
+
+
+async def all_checkpoints(session: Session, path: str) -> AsyncIterator[Checkpoint]:
+    """The checkpoints of all pages of the route `path`, newest first."""
+    offset = 0
+    while True:
+        page = await session.server.get(_with(path, {"limit": MAX_PAGE, "offset": offset}), CheckpointsListResponse)
+        for checkpoint in page.checkpoints:
+            yield checkpoint
+        if page.cursor is None or not page.checkpoints:  # an older server gives all at once
+            return
+        offset += page.cursor.limit
+        if offset >= page.cursor.total_count:
+            return
 
 
 def _part(text: str) -> str:

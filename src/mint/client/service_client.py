@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,7 +17,7 @@ from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.request_checks import checked
 from mint.client.embedded_service import open_embedded_service
 from mint.client.futures import ClientFuture, wait, wait_async
-from mint.client.rest_client import RestClient
+from mint.client.rest_client import RestClient, all_checkpoints
 from mint.client.sampling_client import SamplingClientFuture
 from mint.client.session import EmbeddedServer, Session
 from mint.client.training_client import TrainingClientFuture, create_sampler
@@ -196,12 +197,8 @@ class ServiceClient:
         """
         if "://" in checkpoint_name or checkpoint_name.startswith("ckpt_"):
             return self.create_sampling_client(model_path=checkpoint_name)
-        found = self.create_rest_client().list_user_checkpoints(limit=1000).result().checkpoints
-        named = [item for item in found if item.checkpoint_id.partition("/")[2] == checkpoint_name]
-        if not named:
-            raise NotFoundError("is not a checkpoint of yours", field="checkpoint_name", value=checkpoint_name)
-        best = max(named, key=lambda item: (item.checkpoint_type == "sampler", item.time))
-        return self.create_sampling_client(model_path=best.tinker_path)
+        find_path = partial(self._find_path, checkpoint_name)
+        return _made(create_sampler(self._session, None, None, find_path=find_path))
 
     def create_rest_client(self) -> RestClient:
         """A client for checkpoints, training runs and sessions; it shares this session."""
@@ -217,6 +214,23 @@ class ServiceClient:
         return await wait_async(self._get_capabilities(), None)
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    async def _find_path(self, checkpoint_name: str) -> str:
+        """The path of the owner's newest checkpoint of that name; weights for samplers come first."""
+        other = None
+        async for checkpoint in all_checkpoints(self._session, "checkpoints"):
+            if checkpoint.checkpoint_id.partition("/")[2] == checkpoint_name:
+                if checkpoint.checkpoint_type == "sampler":
+                    return checkpoint.tinker_path
+                other = other or checkpoint
+        if other is None:
+            raise NotFoundError(
+                "is not a checkpoint of yours",
+                field="checkpoint_name",
+                value=checkpoint_name,
+                remedy="`mint checkpoints list` shows their names. Give the path of another owner's",
+            )
+        return other.tinker_path
 
     def _get_capabilities(self) -> concurrent.futures.Future[GetServerCapabilitiesResponse]:
         self._session.open()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -357,9 +357,17 @@ class TrainingClientFuture(ClientFuture[TrainingClient], TrainingClient):
 
 
 def create_sampler(
-    session: Session, model_path: str | None, base_model: str | None, record_stability_info: bool = False
+    session: Session,
+    model_path: str | None,
+    base_model: str | None,
+    record_stability_info: bool = False,
+    *,
+    find_path: Callable[[], Awaitable[str]] | None = None,
 ) -> SamplingClientFuture:
-    """A sampler of a checkpoint or of a base model; the server may still be making it."""
+    """A sampler of a checkpoint or of a base model; the server may still be making it.
+
+    `find_path` looks up the checkpoint's path on the session's thread, where the caller does not know it.
+    """
     session_id = session.open()
     number = next(session.sampler_numbers)
     request = checked(
@@ -369,6 +377,10 @@ def create_sampler(
         model_path=model_path,
         base_model=base_model,
     )
-    made = session.run(session.server.post("create_sampling_session", request, CreateSamplingSessionResponse))
+
+    async def make() -> CreateSamplingSessionResponse:
+        known = request if find_path is None else request.model_copy(update={"model_path": await find_path()})
+        return await session.server.post("create_sampling_session", known, CreateSamplingSessionResponse)
+
     name = f"{session_id}:sample:{number}"
-    return SamplingClientFuture(session, name, made, record_stability_info=record_stability_info)
+    return SamplingClientFuture(session, name, session.run(make()), record_stability_info=record_stability_info)
