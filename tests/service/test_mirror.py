@@ -16,7 +16,7 @@ from mint.errors import InvalidRequestError, NotFoundError, RequestFailedError
 from mint.server.identity import IDENTITY_FILE
 from mint.server.mirror.copying import FOLDER
 from mint.server.mirror.manifest import CONTENT, MANIFEST, MirrorManifest
-from mint.server.mirror.mirror import BUSY_SHARE, EVERY_S, LATE_S, Mirror
+from mint.server.mirror.mirror import BUSY_SHARE, EVERY_S, LATE_S, LONGEST_PAUSE_S, Mirror
 from mint.server.mirror.objects import open_objects
 from mint.server.mirror.restore import UNFINISHED, restore
 from mint.server.store.journal import JOURNAL_FILE
@@ -144,6 +144,16 @@ def test_neither_a_slow_nor_a_lost_storage_holds_up_a_request(harness: Harness, 
     assert mirror.state.warning is None
     mirror.close(within_s=60)
     assert not (harness.service.data_dir / FOLDER).exists()
+
+
+def test_a_storage_that_was_down_for_days_is_mirrored_to_again(harness: Harness, objects: FakeObjects) -> None:
+    mirror = mirror_of(harness.service.data_dir, objects)
+    objects.is_down = True
+    pauses_s = [mirror.update() for _ in range(1100)]
+    assert pauses_s == sorted(pauses_s) and pauses_s[-1] == LONGEST_PAUSE_S
+    objects.is_down = False
+    mirror.update()
+    assert mirror.state.states == 1 and mirror.state.problem is None
 
 
 def test_a_service_that_stops_in_order_leaves_its_last_state(

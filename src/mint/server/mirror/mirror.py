@@ -44,6 +44,9 @@ LATE_S = 120.0
 LONGEST_PAUSE_S = 60.0
 """Between two attempts while the object storage does not answer."""
 
+MAX_DOUBLINGS = 16
+"""How often the pause is doubled: 2 to the power of a thousand failures is no float."""
+
 PART_BYTES = 256 << 10
 """The journal is sent in parts of this size; those that are there already are not sent again."""
 
@@ -165,7 +168,7 @@ class Mirror:
             if not isinstance(error, OSError):
                 log.exception("a state could not be mirrored")
             self._note_failure(error)
-            return min(LONGEST_PAUSE_S, self._every_s * 2**self._failures)
+            return min(LONGEST_PAUSE_S, self._every_s * 2 ** min(self._failures, MAX_DOUBLINGS))
         return max(self._every_s - (self._clock() - began), busy_s / BUSY_SHARE - busy_s)
 
     def _note_failure(self, error: Exception) -> None:
