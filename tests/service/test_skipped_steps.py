@@ -71,6 +71,31 @@ def test_the_third_skipped_step_in_a_row_fails_and_names_the_datum(
     other.service.stop()
 
 
+@pytest.mark.parametrize("small_state_bytes", [snapshots.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_skipped_steps_before_a_load_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int, restarts: bool
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_state_bytes)
+    harness = started(tmp_path)
+    model_id = harness.create_model()
+    path = harness.run("save_weights", model_id, 1, {"path": "kept"})["path"]
+    before = step(harness, model_id, 2, GOOD)["state_digest"]
+    for seq_id in (4, 6):
+        assert step(harness, model_id, seq_id, OVERFLOW)["state_digest"] == before
+    harness.run("forward_backward", model_id, 8, OVERFLOW)
+    harness.run("load_weights", model_id, 9, {"path": path, "optimizer": True})
+    loaded = harness.digest(model_id)
+    for seq_id in (10, 12):
+        if restarts:
+            harness.service.stop()
+            harness = started(tmp_path, harness.session_id)
+        assert step(harness, model_id, seq_id, OVERFLOW)["state_digest"] == loaded != before
+    error = failure(lambda: step(harness, model_id, 14, OVERFLOW))
+    assert str(error).startswith("skipped_nonfinite = 3: ") and "data[1] of request 14" in str(error)
+    harness.service.stop()
+
+
 def test_an_update_that_is_not_finite_says_that_the_losses_were(tmp_path: Path) -> None:
     harness = started(tmp_path)
     model_id = harness.create_model()

@@ -455,12 +455,13 @@ class Journal:
         found = self.database.values(_UNFINISHED_SIZES, id=session_id)
         return len(found), sum(found)
 
-    def steps_before(self, model_id: str, seq_id: int, *, limit: int) -> list[JobRow]:
-        """The finished optimizer steps before a request, the latest first."""
+    def steps_and_loads_before(self, model_id: str, seq_id: int, *, limit: int) -> list[JobRow]:
+        """The finished optimizer steps, and the loads that succeeded, before a request; the latest first."""
         return self.database.rows(
             JobRow,
-            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id < :seq_id AND kind = 'optim_step' "
-            "AND status IN ('done', 'failed') ORDER BY seq_id DESC LIMIT :limit",
+            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id < :seq_id "
+            "AND (kind = 'optim_step' AND status IN ('done', 'failed') OR kind = 'load_weights' AND status = 'done') "
+            "ORDER BY seq_id DESC LIMIT :limit",
             model_id=model_id,
             seq_id=seq_id,
             limit=limit,

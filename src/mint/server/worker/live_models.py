@@ -52,9 +52,9 @@ class LiveModel:
     """A model in the engine.
 
     `failed_passes` says whether the next step is refused, because a pass has failed since the last one.
-    `first_not_finite` is the datum since the last step that first gave a loss that is not finite; `skipped_steps`
-    counts the last steps that were skipped in a row. The `seq` fields name the requests that last changed the weights,
-    and last published them for sampling.
+    `first_not_finite` is the datum since the last step or load that first gave a loss that is not finite;
+    `skipped_steps` counts the last steps that were skipped in a row, since the last load. The `seq` fields name the
+    requests that last changed the weights, and last published them for sampling.
     """
 
     base_model: str
@@ -250,6 +250,8 @@ class LiveModels:
             )
         self.engine.write_state(model_id, state)
         live.failed_passes.reset()
+        live.first_not_finite = None
+        live.skipped_steps = 0  # the weights before those steps are gone
         live.weights_seq = seq_id
         return self.engine.state_digest(model_id, like=like)
 

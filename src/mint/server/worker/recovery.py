@@ -142,9 +142,11 @@ class Recovery:
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
 
     def _skipped_steps(self, model_id: str, seq_id: int) -> int:
-        """How many of the steps up to a request were skipped in a row."""
+        """How many of the steps up to a request were skipped in a row, since the last load."""
         count = 0
-        for job in self._journal.steps_before(model_id, seq_id + 1, limit=COUNTED_STEPS):
+        for job in self._journal.steps_and_loads_before(model_id, seq_id + 1, limit=COUNTED_STEPS):
+            if job.kind == "load_weights":
+                break
             if _was_skipped(job):
                 count += 1
             elif job.status == "done":
