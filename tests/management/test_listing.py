@@ -13,6 +13,7 @@ from mint.client.rest_client import RestClient
 from mint.server.store.database import insert
 from mint.server.store.rows import CheckpointRow
 from mint.types import SessionSearchOwner, SessionSearchRequest, SessionStatusQuery
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import MAX_PAGE, MAX_WHOLE
 
 
@@ -191,6 +192,16 @@ def test_sessions_are_listed_newest_first(place: Place) -> None:
     rest = place.rest("alice")
     assert rest.list_sessions(limit=2).result().sessions == opened[:0:-1]
     assert rest.list_sessions(limit=2, offset=2).result().sessions == opened[:1]
+
+
+def test_sessions_without_a_project_are_found_in_the_project_that_they_are_shown_in(place: Place) -> None:
+    client = place.client("alice")
+    path = client.create_lora_training_client("mint/tiny", rank=4).save_state("a").result().path
+    rest = place.rest("alice")
+    of_copy = CheckpointPath.parse(rest.copy_weights(path).result()).model_id.partition(":")[0]
+    found = rest.search_sessions(SessionSearchRequest(project_ids=["default"])).result().sessions
+    assert {session.session_id for session in found} == {client.session_id, of_copy}
+    assert {session.project_id for session in found} == {"default"}
 
 
 def test_sessions_are_found_by_what_is_known_of_them(place: Place) -> None:

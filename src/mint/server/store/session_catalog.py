@@ -150,12 +150,16 @@ def _created(row: SessionRow) -> float:
     return row.last_seen if row.created_at is None else row.created_at
 
 
+def _project(row: SessionRow) -> str:
+    return (row.details or {}).get("project_id") or NO_PROJECT  # a copy without a project has None
+
+
 def _matches(row: SessionRow, request: records.SessionSearchRequest) -> bool:
     details = row.details or {}
     metadata = row.user_metadata or {}
     if request.owner.type == "user" and row.owner not in (request.owner.owner_urns or []):
         return False
-    if request.project_ids is not None and details.get("project_id", NO_PROJECT) not in request.project_ids:
+    if request.project_ids is not None and _project(row) not in request.project_ids:
         return False
     if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
         return False
@@ -198,7 +202,7 @@ def _summary(row: SessionRow, count: int, size_bytes: int) -> records.SessionSum
         session_id=row.session_id,
         created_at=moment(_created(row)),
         owner=row.owner,
-        project_id=details.get("project_id") or NO_PROJECT,
+        project_id=_project(row),
         status=_status(row),
         checkpoints_count=count,
         display_name=details.get("display_name"),
