@@ -1,7 +1,8 @@
 """A Hugging Face model folder: its configuration and its tensors, read lazily.
 
-Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards), and that
-weights may be quantized; knows nothing of what else the configuration means, of torch, or of tokenizers.
+Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards), that weights
+may be quantized, which tokens end a text, and how long one may be; knows nothing of what else the configuration means,
+of torch, or of tokenizers.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class ModelFolder:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids of the tokens that end a text, from generation_config.json, else from config.json."""
         return self._eos_token_ids
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest sequence, in tokens; None if the configuration does not say."""
+        length = self.config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
 
     def _read_ends(self) -> tuple[int, ...]:
         found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))

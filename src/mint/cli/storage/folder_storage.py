@@ -5,7 +5,6 @@ Needs the `local` extra.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from mint.config import Settings
 from mint.engine.bases.lora_layers import lora_layers
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
+from mint.models.folder import ModelFolder
 from mint.server.callers import LOCAL_OWNER
 from mint.server.ops.ended_sessions import SessionEnd, end_session
 from mint.server.private_files import open_data_dir
@@ -164,11 +164,9 @@ class FolderStorage:
 
     def _context_length(self, name: str) -> int | None:
         try:
-            config = json.loads((registry.resolve(name, self._aliases) / "config.json").read_text())
-        except (MintError, OSError, ValueError):  # it is listed all the same; using it will say what is wrong
+            return ModelFolder(registry.resolve(name, self._aliases)).context_length
+        except (MintError, OSError):  # it is listed all the same; using it will say what is wrong
             return None
-        length = config.get("max_position_embeddings")
-        return length if isinstance(length, int) else None
 
 
 def _write_whole(path: Path, content: Iterator[bytes]) -> None:

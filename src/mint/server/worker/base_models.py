@@ -6,7 +6,6 @@ share its weights.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Collection, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from mint.engine.protocol import BaseInfo, Engine
 from mint.errors import NotFoundError, UnknownBaseModelError
 from mint.models import registry
+from mint.models.folder import ModelFolder
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -92,10 +92,12 @@ class BaseModels:
         return {name: str(loaded[str(folder)]) for name, folder in folders if loaded.get(str(folder))}
 
     def context_length(self, name: str) -> int | None:
-        """The longest sequence, read from the folder's config."""
-        config = json.loads((self.folder(name) / "config.json").read_text())
-        length = config.get("max_position_embeddings")
-        return length if isinstance(length, int) else None
+        """The longest sequence, read from the folder's config.
+
+        Raises:
+            UnknownBaseModelError, InvalidRequestError: as `folder`; or its configuration cannot be read.
+        """
+        return ModelFolder(self.folder(name)).context_length
 
     @cached_property
     def names(self) -> list[str]:
