@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,19 +38,26 @@ class EmbeddedService:
     """A running service and its ASGI application."""
 
     def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
-        """Opens `data_dir` and starts to work; `options` are those of `Service`."""
-        try:
-            from mint.server.all_routes import ROUTES  # deferred: starlette, which remote users lack
-            from mint.server.http.app import create_app
-            from mint.server.ops.readiness import Readiness
-            from mint.server.service.service import Service
-        except ImportError as error:
-            raise _missing(error) from error
-        self.data_dir = data_dir
-        options = {"limits": limits_of(settings), "layers_of": lora_layers, **options}
-        self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
-        self.service.start()
-        self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
+        """Opens `data_dir` and starts to work; `options` are those of `Service`.
+
+        If that fails, the service is stopped, and the engine has no processes any more.
+        """
+        with ExitStack() as opened:
+            opened.callback(end_ranks, engine)
+            try:
+                from mint.server.all_routes import ROUTES  # deferred: starlette, which remote users lack
+                from mint.server.http.app import create_app
+                from mint.server.ops.readiness import Readiness
+                from mint.server.service.service import Service
+            except ImportError as error:
+                raise _missing(error) from error
+            self.data_dir = data_dir
+            options = {"limits": limits_of(settings), "layers_of": lora_layers, **options}
+            self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
+            opened.callback(self.service.stop)
+            self.service.start()
+            self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
+            opened.pop_all()  # `release` closes it
         self.users = 1
         self._engine = engine
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
-from mint.compose.embedded import limits_of, watched_engine
+from mint.compose.embedded import end_ranks, limits_of, watched_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.compose.owner_quotas import default_quotas
 from mint.config import ServeSettings, read_settings
@@ -140,7 +140,7 @@ class Server:
             self._lock = opened.enter_context(closing(ServerLock(folder)))
             self._socket = opened.enter_context(preflight.open_socket(settings.host, settings.port))
             self._metrics = metrics = Metrics()
-            self.service = _open_service(settings, metrics, engine)
+            self.service = _open_service(settings, metrics, engine, opened)
             defaults = default_quotas(
                 settings,
                 free_bytes=self.service.disk.free_bytes,
@@ -233,7 +233,8 @@ def _open_mirror(url: str, folder: Path, metrics: Metrics) -> Mirror:
     return mirror
 
 
-def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
+def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None, opened: ExitStack) -> Service:
+    """The service and its engine, which `opened` closes if the server does not start."""
     base = settings.with_cluster(read_settings())
     offered = settings.offered
 
@@ -245,6 +246,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         os._exit(DEVICE_LOST_STATUS)
 
     own = watched_engine(base, end_process, engine, data_dir=settings.folder)
+    opened.callback(end_ranks, own)
     service = Service(
         metrics.metered(own),
         settings.folder,
@@ -255,6 +257,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         logprobs_mode=settings.logprobs_mode,
         layers_of=lora_layers,
     )
+    opened.callback(service.stop)
     for name in service.base_models.names:
         service.base_models.folder(name)
     check_at_start = getattr(own, "check_at_start", None)
