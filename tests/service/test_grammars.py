@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import mint
 from mint import types
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
-from mint.server.grammars import compiler
+from mint.server.grammars import compiler, trial
 from mint.server.grammars.compiler import FORCED_CHARACTERS, compile_grammar
+from mint.server.grammars.trial import try_grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -214,6 +216,21 @@ def test_compiled_grammars_are_kept_for_each_owner_alone() -> None:
     assert compiler._compiled.cache_info().hits == hits + 1
     compile_grammar(wanted, folder, [0], 512, owner="bob")
     assert compiler._compiled.cache_info().hits == hits + 1
+
+
+def test_what_is_remembered_of_tried_grammars_takes_little_memory() -> None:
+    wanted = types.StructuredOutputs(regex="a" * 200_000 + "(")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(10):
+            with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+                try_grammar(wanted, BUNDLED["mint/tiny"], owner=f"owner {number}")
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 200_000
+    assert trial._waiting == {}
 
 
 def test_another_process_compiles_a_grammar_again_and_allows_the_same_tokens() -> None:

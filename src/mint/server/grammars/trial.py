@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +26,9 @@ _turn = threading.Lock()
 _process = ChildProcess("mint.server.grammars.trial_process")
 _counting = threading.Lock()
 _waiting: Counter[str] = Counter()
-_same: WeakValueDictionary[tuple[str, str], threading.Lock] = WeakValueDictionary()
+_Key = tuple[str, str]  # an owner, and the hash of a task: its text may have 256 KiB
+_same: WeakValueDictionary[_Key, threading.Lock] = WeakValueDictionary()
+_verdicts: OrderedDict[_Key, dict[str, Any]] = OrderedDict()  # used longest ago first
 
 
 def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
@@ -42,11 +44,12 @@ def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
     require_llguidance()
     field, value = field_and_value(wanted)
     require_short(field, value)
-    task = json.dumps({"folder": str(folder), "field": field, "value": value})
+    task = json.dumps({"folder": str(folder), "field": field, "value": value}).encode()
+    key = (owner, hashlib.sha256(task).hexdigest())
     with _counting:
-        same = _same.setdefault((owner, task), threading.Lock())
+        same = _same.setdefault(key, threading.Lock())
     with same:  # requests that bring the same grammar at once need one trial
-        verdict = _verdict(owner, task)
+        verdict = _known_verdict(key) or _new_verdict(key, task)
     if "excess" in verdict:
         problem = f"cannot be compiled: it takes {verdict['excess']}"
         raise refusal(field, value, problem, "Make it smaller, less deep, or less exact")
@@ -54,9 +57,16 @@ def try_grammar(wanted: StructuredOutputs, folder: Path, *, owner: str) -> None:
         raise refusal(field, value, f"cannot be compiled: {verdict['problem']}", "Correct it, or leave out that part")
 
 
-@lru_cache(KEPT_VERDICTS)
-def _verdict(owner: str, task: str) -> dict[str, Any]:
+def _known_verdict(key: _Key) -> dict[str, Any] | None:
+    with _counting:
+        if key in _verdicts:
+            _verdicts.move_to_end(key)
+        return _verdicts.get(key)
+
+
+def _new_verdict(key: _Key, task: bytes) -> dict[str, Any]:
     """What `trial_process.answer` says of a task."""
+    owner, _ = key
     with _counting:
         if _waiting[owner] >= WAITING_PER_OWNER:
             raise OverloadedError(
@@ -65,10 +75,17 @@ def _verdict(owner: str, task: str) -> dict[str, Any]:
         _waiting[owner] += 1
     try:
         with _turn:
-            return _asked(task.encode())
+            verdict = _asked(task)
     finally:
         with _counting:
             _waiting[owner] -= 1
+            if not _waiting[owner]:
+                del _waiting[owner]
+    with _counting:
+        _verdicts[key] = verdict
+        if len(_verdicts) > KEPT_VERDICTS:
+            _verdicts.popitem(last=False)
+    return verdict
 
 
 def _asked(message: bytes) -> dict[str, Any]:

@@ -28,6 +28,8 @@ STACK_BYTES = 2 << 20
 _ADDRESS_SPACE = 4
 """How many times `MEMORY_BYTES` the address space may grow: allocators take more than they use."""
 
+PROBLEM_CHARACTERS = 500
+
 _REASONS = {
     signal.SIGPROF: f"more than {CPU_S:g} s of a processor",
     signal.SIGABRT: f"more than {MEMORY_BYTES >> 20} MiB",
@@ -71,8 +73,14 @@ def _compiled_within_limits(field: str, value: Any, tokens: Any) -> dict[str, An
     except MemoryError:
         return {"excess": _REASONS[signal.SIGABRT]}
     except (ValueError, RecursionError) as error:
-        return {"problem": str(error)[:500]}
-    return {"problem": problem} if problem else {"bytes": max(0, _memory_bytes()[1] - before)}
+        return {"problem": _shortened(str(error))}
+    return {"problem": _shortened(problem)} if problem else {"bytes": max(0, _memory_bytes()[1] - before)}
+
+
+def _shortened(problem: str) -> str:
+    """A short problem as it is; of a long one, which quotes the grammar several times, the beginning and the end."""
+    half = PROBLEM_CHARACTERS // 2
+    return problem if len(problem) <= PROBLEM_CHARACTERS else f"{problem[:half]} … {problem[-half:]}"
 
 
 def _memory_bytes() -> tuple[int, int]:
