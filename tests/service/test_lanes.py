@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,22 @@ def test_a_service_with_two_lanes_stops_after_the_pass_that_runs_and_goes_on_lat
         expected = one.run("optim_step", model_id, seq_id + 1, STEP)["state_digest"]
     one.service.stop()
     assert digest == expected
+
+
+def test_a_request_whose_session_ends_while_it_runs_is_not_marked_as_running_for_ever(
+    lanes: tuple[Harness, TwoLanes],
+) -> None:
+    harness, engine = lanes
+    service = harness.service
+    model_id = harness.create_model()
+    engine.passes.clear()
+    harness.send("forward_backward", model_id, 1, GOOD_PASS)
+    assert engine.pass_began.wait(WAIT_S)
+    (mark,) = (service.data_dir / "instances").glob(f"{service.instance.instance_id}*")
+    assert mark.read_text().strip() != ""
+    service.sessions.finish(harness.caller, harness.session_id)
+    engine.passes.set()
+    is_between_requests = threading.Event()
+    service.call_soon(is_between_requests.set)
+    assert is_between_requests.wait(WAIT_S)
+    assert mark.read_text().strip() == ""

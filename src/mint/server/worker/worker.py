@@ -253,16 +253,22 @@ class Worker:
 
     def _train(self, job: TrainingJob) -> None:
         name = request_id(job.model_id, job.seq_id)
+        self._mark(name)
+        try:
+            self.eta.start([name], job.kind)
+            self._is_training = True
+            try:
+                outcome = self._trainer.run(job)
+            finally:
+                self.eta.end([name])
+                self._is_training = False
+            self._commit(job, outcome)
+        finally:
+            self._mark("")  # only now: a death before the commit counts as one in this request
+
+    def _mark(self, name: str) -> None:
         with self._journal.storage.writing("which request runs"):
             self._note_running(name)
-        self.eta.start([name], job.kind)
-        self._is_training = True
-        try:
-            outcome = self._trainer.run(job)
-        finally:
-            self.eta.end([name])
-            self._is_training = False
-        self._commit(job, outcome)
 
     def _commit(self, job: TrainingJob, outcome: JobOutcome) -> None:
         """Writes the outcome to the journal, and resolves the future once that may be told."""
@@ -299,8 +305,6 @@ class Worker:
         if finish.sampler is not None:
             drop = partial(self._samplers.drop_superseded, finish.model_id, busy=self._busy_samplers)
             self._do_where_samples_are(drop)
-        with self._journal.storage.writing("which request runs"):
-            self._note_running("")  # only now: a death before the commit counts as one in this request
 
     def _fail_on_damage(self, job: TrainingJob, error: DamagedDataError) -> None:
         """Stops a model for which the journal cannot store a result. That of this request is perhaps in memory only."""
@@ -311,8 +315,6 @@ class Worker:
             log.error("the error of request %d of %s cannot be stored: %s", job.seq_id, job.model_id, again)
         self._queue.advance(job.model_id, job.seq_id)
         self._futures.finish({request_id(job.model_id, job.seq_id): result})
-        with self._journal.storage.writing("which request runs"):
-            self._note_running("")
 
     def _busy_samplers(self) -> set[str]:
         """The samplers with requests that wait or run."""
