@@ -12,12 +12,23 @@ import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
 from waiting import wait_until
 
+from mint import wire
 from mint.engine.fake_engine import FakeBatch, FakeEngine
-from mint.engine.protocol import SampleResult
-from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
+from mint.engine.protocol import CANCELLED, SampleResult
+from mint.errors import (
+    ConflictError,
+    JournalError,
+    NotFoundError,
+    RequestCancelledError,
+    RequestFailedError,
+    from_wire,
+)
 from mint.server.callers import LOCAL
 from mint.server.limits import ServerLimits
 from mint.server.worker import samplers as sampling
+from mint.server.worker.sample_requests import sample_result
+from mint.types import ModelInput, SamplingParams
+from mint.wire.requests import SampleRequest
 
 
 @contextmanager
@@ -165,6 +176,14 @@ def test_a_saved_sampler_samples_as_the_published_one(harness: Harness) -> None:
     assert one == two
     info = harness.service.sampling_sessions.info(LOCAL, saved)
     assert (info.base_model, info.model_path) == (BASE, path.replace("tinker://", "mint://"))
+
+
+def test_a_request_that_leaves_the_engine_cancelled_is_no_fault_of_the_server() -> None:
+    prompt = ModelInput.from_ints([5])
+    request = SampleRequest(sampling_session_id="s", seq_id=0, prompt=prompt, sampling_params=SamplingParams())
+    error = from_wire(wire.decode_error(sample_result(request, SampleResult([], error=CANCELLED)).body) or {})
+    assert isinstance(error, RequestCancelledError)
+    assert (error.category, error.status) == ("user", 400)
 
 
 def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> None:

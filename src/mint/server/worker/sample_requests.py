@@ -8,7 +8,7 @@ import numpy as np
 
 import mint.wire as wire
 from mint.engine.protocol import CANCELLED, NO_TOKEN, BaseInfo, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
-from mint.errors import InvalidRequestError, RequestFailedError
+from mint.errors import InvalidRequestError, RequestCancelledError, RequestFailedError
 from mint.server.grammars.compiler import compile_grammar
 from mint.server.ids import sample_seed
 from mint.server.queue.futures import FutureResult
@@ -95,7 +95,7 @@ def _logit_rules(params: SamplingParams, base: BaseInfo, folder: Path, owner: st
 def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
     """The encoded result, or the error with which the request failed."""
     if result.error == CANCELLED:
-        return FutureResult.of_error(RequestFailedError("The request was cancelled"))
+        return FutureResult.of_error(RequestCancelledError("the request was cancelled by its client"))
     if result.error == NO_TOKEN:
         return FutureResult.of_error(_contradiction(request.sampling_params))
     if result.error is not None:
