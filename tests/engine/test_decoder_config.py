@@ -56,6 +56,45 @@ def test_an_unsupported_option_is_refused_by_name(key: str, value: object) -> No
         read_decoder_config({**GOOD, key: value})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", None), ("rms_norm_eps", "x"), ("rms_norm_eps", 0), ("rms_norm_eps", -1),
+        ("rms_norm_eps", float("nan")), ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", "yarn"),
+        ("rope_parameters", [1]), ("rope_parameters", 3), ("rope_theta", float("nan")), ("rope_theta", float("inf")),
+        ("rope_theta", 10**309), ("layer_types", 3), ("layer_types", [[1]]), ("layer_types", "full_attention"),
+        ("num_hidden_layers", True), ("vocab_size", True), ("num_hidden_layers", 1.0),
+        ("rope_parameters", {**YARN, "mscale": "x", "mscale_all_dim": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_malformed_value_is_refused_with_its_field_its_value_and_a_remedy(key: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        read_decoder_config({**GOOD, key: value})
+    assert refusal.value.field is not None and refusal.value.field.startswith(f"config.json {key}")
+    assert refusal.value.value is not None and refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", 3), ("qwen3_moe", "mlp_only_layers", "0"),
+        ("olmo3", "layer_types", 3), ("olmo3", "layer_types", [[1]]),
+        ("olmo3", "rope_parameters", [1]), ("olmo3", "rope_parameters", {"full_attention": [1]}),
+        ("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}, "sliding_attention": [1]}),
+    ],
+)  # fmt: skip
+def test_a_malformed_value_that_only_some_families_read_is_refused_by_name(
+    model_type: str, key: str, value: object
+) -> None:
+    config = {**MOE, "model_type": model_type}
+    read_decoder_config(config)
+    with pytest.raises(InvalidRequestError, match=f"config.json {key}"):
+        read_decoder_config({**config, key: value})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -6,6 +6,7 @@ Knows the families; knows nothing of weights or torch.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -443,7 +444,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         rotary_dim=_rotary_dim(config, head_dim),
         max_position_embeddings=context,
-        rms_norm_eps=float(config.get("rms_norm_eps", family.rms_norm_eps)) / residual**2,
+        rms_norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", family.rms_norm_eps)) / residual**2,
         ropes=_ropes(config, layers, windowed),
         windows=_windows(config, windowed, context),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
@@ -471,8 +472,9 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
     for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
-    if family.full_every is None and set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise _unsupported("layer_types", config["layer_types"], "only full_attention")
+    kinds = _list(config, "layer_types")
+    if family.full_every is None and any(kind != "full_attention" for kind in kinds):
+        raise _unsupported("layer_types", kinds, "only full_attention")
 
 
 def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
@@ -507,11 +509,11 @@ def _delta_net(config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
 def _full_layers(config: Mapping[str, Any], layers: int, other: str, interval: str) -> frozenset[int]:
     """The layers of full attention, where each is that or of the kind `other`; `interval` names how often it is that
     where `layer_types` is missing."""
-    kinds = config.get("layer_types")
-    if kinds is None:
+    if config.get("layer_types") is None:
         step = _size(config, interval, default=_family(config).full_every)
         return frozenset(range(step - 1, layers, step))
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", other}:
+    kinds = _list(config, "layer_types")
+    if len(kinds) != layers or any(kind not in ("full_attention", other) for kind in kinds):
         raise _unsupported("layer_types", kinds, f"{layers} times full_attention or {other}")
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
@@ -536,7 +538,7 @@ def _experts(config: Mapping[str, Any], layers: int, tensors: ExpertTensors) -> 
     if per_token > count:
         raise _unsupported("num_experts_per_tok", per_token, f"at most the {count} experts")
     step = _size(config, "decoder_sparse_step", default=1)
-    dense = config.get("mlp_only_layers") or []
+    dense = _list(config, "mlp_only_layers")
     mixtures = frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
     return ExpertsConfig(
         count=count,
@@ -591,6 +593,8 @@ def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> Yar
         scale, scale_all = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
         attention = _magnitude(factor, 1.0)
         if scale and scale_all:
+            scale = _positive(f"{place}.mscale", scale)
+            scale_all = _positive(f"{place}.mscale_all_dim", scale_all)
             attention = _magnitude(factor, scale) / _magnitude(factor, scale_all)
     return YarnScaling(
         factor=factor,
@@ -624,9 +628,10 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Transformers 5 writes base and scaling to `rope_parameters`, for layers with and without windows apart. Older
     files have the base at the top level and the scaling in `rope_scaling`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(place) or _family(config).rope or {}
+    rope = _object(place, config.get(place)) or _family(config).rope or {}
     if _family(config).window_theta is not None and place == "rope_parameters" and rope:
-        return f"{place}.full_attention", rope.get("full_attention") or {}
+        place = f"{place}.full_attention"
+        return place, _object(place, rope.get("full_attention"))
     return place, rope
 
 
@@ -637,9 +642,10 @@ def _ropes(config: Mapping[str, Any], layers: int, windowed: frozenset[int]) -> 
     if main.scaling is not None and not family.scaled_rotation:
         raise _unsupported(f"{place}.rope_type", rope.get("rope_type", rope.get("type")), "'default'")
     if family.window_theta is not None:
-        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+        place = "rope_parameters.sliding_attention"
+        local = _object(place, _object("rope_parameters", config.get("rope_parameters")).get("sliding_attention"))
         theta = config.get("rope_local_base_freq", family.window_theta)
-        own = _rope({}, "rope_parameters.sliding_attention", local, theta)
+        own = _rope({}, place, local, theta)
         return tuple(own if layer in windowed else main for layer in range(layers))
     unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
     if family.unrotated_full_layers and _has_windows(config):
@@ -667,15 +673,32 @@ def _rope(config: Mapping[str, Any], place: str, rope: Mapping[str, Any], theta:
 
 
 def _positive(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    # The maximum refuses NaN, infinity and whole numbers that no float can hold.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise _unsupported(key, value, "a positive number")
     return float(value)
+
+
+def _object(key: str, value: object) -> Mapping[str, Any]:
+    """Empty where the value is missing or null."""
+    if value is not None and not isinstance(value, dict):
+        raise _unsupported(key, value, "an object")
+    return value or {}
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    """Empty where the value is missing or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise _unsupported(key, value, "a list")
+    return value or []
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     size = config.get(key)
     size = default if size is None else size
-    if not isinstance(size, int) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise _unsupported(key, size, "a positive whole number")
     return size
 
