@@ -16,6 +16,7 @@ from mint.cli.main import app
 from mint.cli.run_names import find_checkpoint, find_run
 from mint.cli.runs import newest_runs, run_row
 from mint.errors import InvalidRequestError, NotFoundError
+from mint.models.registry import resolve
 from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 from mint.runs.log import RunLog
@@ -154,6 +155,23 @@ def test_a_run_that_has_saved_nothing_has_no_checkpoint(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     with pytest.raises(NotFoundError, match="run = begun: has saved no checkpoint"):
         find_checkpoint("begun", tmp_path)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"steps": 3}', '{"a":', "[3]"])
+def test_a_folder_with_the_config_of_a_run_is_a_run_even_if_it_is_damaged(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert find_run(str(tmp_path)) == tmp_path
+
+
+def test_the_folder_of_a_base_model_is_no_run_and_can_be_evaluated() -> None:
+    model = resolve("mint/tiny", {})
+    with pytest.raises(NotFoundError, match="is not a run"):
+        find_run(str(model))
+    by_folder, by_name = (
+        mint("eval", name, "math", "heldout_size=4", "max_tokens=2", "--json") for name in (str(model), "mint/tiny")
+    )
+    assert by_folder.exit_code == 0, by_folder.output
+    assert by_folder.stdout == by_name.stdout
 
 
 def test_numbers_and_latest_count_from_the_run_that_was_written_last(tmp_path: Path) -> None:

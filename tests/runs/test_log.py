@@ -22,7 +22,7 @@ import mint
 from mint.errors import InvalidRequestError
 from mint.runs.interrupt import RunInterrupted
 from mint.runs.json_lines import encode_line
-from mint.runs.log import ResumePoint, RunLog
+from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import RunProcess, lives, read_process, recorded_process, run_state
 from mint.runs.rollout_index import ENTRY, FLAGS, step_entries
 from mint.runs.tokens import TokenPieces
@@ -49,6 +49,16 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunLog(tmp_path).start({"seed": 1}, resume=False)
     with pytest.raises(InvalidRequestError, match="resume=True"):
         RunLog(tmp_path).start({"seed": 1}, resume=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_is_not_started_in_the_folder_of_a_base_model(tmp_path: Path, resume: bool) -> None:
+    model = '{"model_type": "qwen3", "vocab_size": 10}'
+    (tmp_path / "config.json").write_text(model)
+    assert not is_run(tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"run_dir = .*holds a base model.*Name another folder"):
+        RunLog(tmp_path).start({"steps": 3}, resume=resume)
+    assert (tmp_path / "config.json").read_text() == model
 
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:

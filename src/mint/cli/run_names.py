@@ -40,7 +40,9 @@ def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) 
         NotFoundError: no run fits.
         InvalidRequestError: `name` is the beginning of several names.
     """
-    if name and (Path(name) / "config.json").is_file():
+    from mint.runs.log import is_run  # deferred: `mint --help` answers at once
+
+    if name and is_run(Path(name)):
         return Path(name)
     folders = newest_folders(data_dir)
     if name in folders:

@@ -71,8 +71,16 @@ NOT_COMPARED = frozenset({DATA_SOURCE, "print_samples"})
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was started in a folder."""
-    return (folder / CONFIG).exists()
+    """Whether a run was started in a folder. The folder of a base model has a file of this name, too, but its
+    `model_type` is no setting of a run."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return False
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # a damaged run is one: its commands name the file
+        return True
+    return not isinstance(content, dict) or "model_type" not in content
 
 
 class RunLog:
@@ -102,13 +110,17 @@ class RunLog:
         returns that point (None if it has no checkpoint: the run starts at its first step).
 
         Raises:
-            InvalidRequestError: the folder holds a run and `resume` is False, a run with other settings, or a damaged
-                file.
+            InvalidRequestError: the folder holds a run and `resume` is False, a run with other settings, a base model,
+                or a damaged file.
         """
         path = self.folder / CONFIG
         if not path.exists():
             replace_file(path, json.dumps(config, indent=2, default=str).encode())
             return None
+        if not is_run(self.folder):
+            raise InvalidRequestError(
+                "holds a base model", field="run_dir", value=str(self.folder), remedy="Name another folder"
+            )
         if not resume:
             raise InvalidRequestError(
                 "already holds a run",
