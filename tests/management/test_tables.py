@@ -35,8 +35,10 @@ def cli(request: pytest.FixtureRequest, place: Place, monkeypatch: pytest.Monkey
 
 
 def document(result: Result) -> Any:
+    """What a script reads: the last line, and in these commands the only one."""
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    [line] = result.stdout.splitlines()
+    return json.loads(line)
 
 
 def test_server_and_folder_give_the_same_json(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """With --pass-rate: what share of groups, and of tokens, to expect a signal from (`mint doctor TASK` measures the
-    rate). With --model: what fits into the memory, without loading the weights."""
+    rate). With --model: what fits into the memory, without loading the weights. With both and --json, the memory is one
+    line and the signal the next."""
     from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_plan
 

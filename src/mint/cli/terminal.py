@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mint.errors import MintError
 
-Json = Annotated[bool, typer.Option("--json", help="for scripts: print one JSON object as the last line")]
+Json = Annotated[bool, typer.Option("--json", help="for scripts: print the answer as JSON, in the last line")]
 """The option of every command that has an answer for scripts."""
 
 

@@ -26,7 +26,7 @@ PIPE_WIDTH = 240
 
 
 def print_json(document: dict[str, Any]) -> None:
-    typer.echo(json.dumps(document, indent=2))
+    typer.echo(json.dumps(document))
 
 
 def record_json(record: BaseModel) -> dict[str, Any]:
