@@ -297,7 +297,56 @@ def _tokens(text: str) -> int:
     return factor * int(number)
 
 
+_NEEDED = {
+    "context": "model",
+    "group_size": "model",
+    "rank": "model",
+    "device": "model",
+    "device_memory": "model",
+    "gpus": "model",
+    "throughput": "model",
+    "tenants": "gpus",
+    "batch_size": "pass_rate",
+    "mean_tokens": "pass_rate",
+}
+"""The options of `mint plan` that another one gives a meaning, and that one."""
+
+_OF_THIS_MACHINE = ("device", "device_memory", "throughput")
+"""Those that `--gpus` takes the place of."""
+
+
+def _refuse_without_effect(context: typer.Context) -> None:
+    """Refuses an option that is not its default and would not change the plan.
+
+    Raises:
+        InvalidRequestError: there is one.
+    """
+    defaults = {option.name: option.default for option in context.command.params}
+    given = {name: value for name, value in context.params.items() if value != defaults[name]}
+    for name, needed in _NEEDED.items():
+        if name in given and needed not in given:
+            raise InvalidRequestError(
+                f"has no effect without {_option(needed)}",
+                field=_option(name),
+                value=given[name],
+                remedy=f"Give {_option(needed)}, or leave it out",
+            )
+    for name in _OF_THIS_MACHINE:
+        if name in given and "gpus" in given:
+            raise InvalidRequestError(
+                "has no effect beside --gpus",
+                field=_option(name),
+                value=given[name],
+                remedy="Leave it out, or --gpus",
+            )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def plan(
+    invoked: typer.Context,
     pass_rate: Annotated[float | None, typer.Option(min=0, max=1, help="share of completions that are right")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts per step")] = 8,
     mean_tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
@@ -331,6 +380,10 @@ def plan(
     from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_plan
 
+    try:
+        _refuse_without_effect(invoked)
+    except InvalidRequestError as error:
+        fail(error, as_json=as_json)
     if model is not None and gpus is not None:
         _plan_gpus(model, gpus, context, group_size, rank, tenants, as_json=as_json)
     elif model is not None:
