@@ -13,6 +13,7 @@ from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
 from mint.cli.chaos import chaos
 from mint.cli.cluster import scale, status, worker
+from mint.cli.plan import plan
 from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail, renamed
@@ -125,7 +126,7 @@ app.command(name="eval", context_settings=renamed(seeds="heldout-samples"))(anal
 app.command()(analysis.diagnose)
 app.command()(analysis.bisect)
 app.command(context_settings=renamed(samples="group-size"))(analysis.doctor)
-app.command(context_settings=renamed(group="group-size", tokens="mean-tokens"))(analysis.plan)
+app.command(context_settings=renamed(group="group-size", tokens="mean-tokens"))(plan)
 app.command(context_settings=renamed(prompts="batch-size", group="group-size", new="max-tokens"))(bench)
 app.command()(chaos)
 
