@@ -104,9 +104,6 @@ class LoraSlots:
         for lora in loras:
             if lora in self._held:
                 self._held[lora] = self._held.pop(lora)
-        for lora in loras:
-            if lora in self._held:
-                self._held[lora] = self._held.pop(lora)
         slots = []
         for lora in loras:
             slot, version = self._held.pop(lora, None) or (self._free_slot(), _NEVER)
