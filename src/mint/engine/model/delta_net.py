@@ -32,6 +32,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import ALIGNED, DecoderConfig, DeltaNetConfig
+from mint.engine.model.functions import multiply_each
 from mint.engine.model.weights import DeltaNetWeights
 from mint.engine.packing import StateSpans
 from mint.engine.transfers import upload
@@ -299,7 +300,7 @@ def _scan(inputs: _Inputs, heads: Tensor, net: DeltaNetConfig) -> tuple[Tensor, 
             for part in (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta, overlap)
         )
         state = state * decay[:, None, None]
-        known, read = _multiply(torch.stack([key, query], dim=1), state).unbind(1)
+        known, read = multiply_each(torch.stack([key, query], dim=1), state).unbind(1)
         written = (value - known) * beta[:, None]
         # As query @ (state + key outer written), without reading the state again.
         found.append(read + own * written)
@@ -312,13 +313,6 @@ def _finish(read: Tensor, gate: Tensor, weights: DeltaNetWeights, plan: PackedDe
     mean = torch.linalg.vector_norm(read, dim=-1, keepdim=True).square() / read.shape[-1]
     normed = read * (mean + plan.eps).rsqrt() * weights.norm
     return normed.flatten(2) * plan.operations.activate(gate.flatten(0, 1)).view(gate.shape)
-
-
-def _multiply(rows: Tensor, other: Tensor) -> Tensor:
-    """Batched product. A lone product would be split over threads, and summed in another order."""
-    if len(rows) == 1:
-        return torch.bmm(rows.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
-    return torch.bmm(rows, other)
 
 
 def _apart(x: Tensor) -> Tensor:

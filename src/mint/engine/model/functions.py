@@ -1,7 +1,8 @@
-"""Mathematics of a decoder in plain torch: norms, SwiGLU, rotation and its tables, softmax by rows. No gradients are
-recorded here.
+"""Mathematics of a decoder in plain torch: norms, SwiGLU, rotation and its tables, softmax by rows, products. No
+gradients are recorded here.
 
-Letters: T rows (tokens) · I inputs · H heads · D head dimension · R rows of logits · V vocabulary.
+Letters: T rows (tokens) · I inputs · H heads · D head dimension · R rows of logits · V vocabulary ·
+n products · M rows and W columns of a product.
 """
 
 from __future__ import annotations
@@ -170,6 +171,13 @@ def exponentials(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Ten
     # The sum of a lone row would be split over threads, and added in another order.
     total = weights.sum(1) if len(weights) > 1 else weights.expand(2, -1).sum(1)[:1]
     return weights, total.log_().add_(best.squeeze(1))
+
+
+def multiply_each(rows: Tensor, others: Tensor) -> Tensor:
+    """The products of rows [n, M, ·] with others [n, ·, W], one by one."""
+    if len(rows) == 1:  # a lone product would be split over threads, and summed in another order
+        return torch.bmm(rows.expand(2, -1, -1), others.expand(2, -1, -1))[:1]
+    return torch.bmm(rows, others)
 
 
 def row_blocks(count: int, size: int) -> Iterator[slice]:

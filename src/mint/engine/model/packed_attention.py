@@ -25,6 +25,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hide_keys, softmax
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import NO_WINDOWS, Windows
+from mint.engine.model.functions import multiply_each
 from mint.engine.packing import AttentionBlock
 
 SAVED_PROBABILITIES = 1 << 20
@@ -152,7 +153,7 @@ class _Attend(AutogradFunction):
                 own_sinks = _spread_sinks(sinks, piece, block, plan.kv_heads)
                 probabilities = _probabilities(query, key[:, : piece.keys], piece, window, own_sinks)
                 own = probabilities.to(heads.dtype)
-                parts = (_multiply(own[..., a:b], value[:, a:b]) for a, b in cuts(piece.keys))
+                parts = (multiply_each(own[..., a:b], value[:, a:b]) for a, b in cuts(piece.keys))
                 mixed.append(add_parts(parts).view(-1, heads.shape[2]))
                 keep = probabilities.numel() <= room
                 room -= probabilities.numel() if keep else 0
@@ -277,20 +278,13 @@ def _spread_sinks(sinks: Tensor | None, piece: _QueryRows, block: _SpanBlock, kv
 
 def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows, window: int, sinks: Tensor | None) -> Tensor:
     """The probabilities [K·n, M, W] in float32; `sinks` [K·n, M, 1]."""
-    scores = _multiply(query, key.transpose(1, 2)).float()
+    scores = multiply_each(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.
     by_query = scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)
     by_query[..., piece.keys - BLOCK :].add_(piece.mask)
     if window:
         hide_keys(by_query, piece.positions, window)
     return softmax(scores, sinks)
-
-
-def _multiply(rows: Tensor, other: Tensor) -> Tensor:
-    """Batched product. A lone product would be split over threads, and summed in another order."""
-    if len(rows) == 1:
-        return torch.bmm(rows.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
-    return torch.bmm(rows, other)
 
 
 def _starts(counts: Tensor) -> Tensor:

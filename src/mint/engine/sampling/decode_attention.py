@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts, hide_keys, softmax
+from mint.engine.model.functions import multiply_each
 from mint.engine.sampling.kv_cache import KVCache
 
 
@@ -163,10 +164,7 @@ def _over(pieces: tuple[_PageRows, ...], rows: Tensor, plane: Tensor, *, transpo
 
 def _multiply(rows: Tensor, own: Tensor, *, transposed: bool) -> Tensor:
     """Batched product of rows [n, M, ·] with own [n, w, ·], or its transpose."""
-    other = own.transpose(1, 2) if transposed else own
-    if len(rows) == 1:  # a lone product is split over threads, and then summed in another order
-        return torch.bmm(rows.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
-    return torch.bmm(rows, other)
+    return multiply_each(rows, own.transpose(1, 2) if transposed else own)
 
 
 def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.device) -> _EqualRows:
