@@ -145,17 +145,14 @@ def _process_engine(settings: Settings, open_engine: OpenTorchEngine, cache_shar
     return open_engine(settings, peers=peers, cache_sharers=cache_sharers)
 
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""The hosts that see this machine's files."""
-
-
 def external_engine(settings: Settings, trainer: Engine) -> ExternalEngine:
     """`trainer`, which samples at the addresses that the settings name.
 
     Raises:
         InvalidRequestError: one of them is on another machine, and no folder is named that both see.
     """
-    from mint.cluster.external.engine import ExternalEngine  # deferred: most runs need none of it
+    from mint.client.connection.http_transport import LOOPBACK  # deferred: most runs need none of it
+    from mint.cluster.external.engine import ExternalEngine
     from mint.cluster.external.samplers import ExternalSamplers
 
     addresses = settings.sampler_addresses

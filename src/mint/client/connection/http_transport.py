@@ -8,6 +8,7 @@ from mint.client.connection.transport import Request, Response, TransportError
 
 CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""The hosts that are this machine."""
 
 
 class HttpTransport:

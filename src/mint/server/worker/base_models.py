@@ -6,7 +6,6 @@ share its weights.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -16,8 +15,7 @@ from mint.engine.protocol import BaseInfo, Engine
 from mint.errors import NotFoundError, UnknownBaseModelError
 from mint.models import registry
 from mint.models.folder import ModelFolder
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+from mint.models.hub import is_hub_name
 
 
 class BaseModels:
@@ -56,7 +54,7 @@ class BaseModels:
         Raises:
             NotFoundError: no offered base model has this name or this folder.
         """
-        if name in self.names or (_HUB_ID.fullmatch(name) and not Path(name).exists()):
+        if name in self.names or is_hub_name(name):
             return self.folder(name)
         for offered in self.names:
             if self.key(offered) == name:
