@@ -58,7 +58,7 @@ HOMES: dict[str, frozenset[str]] = {
         {
             "tokenizer/loading.py",
             "engine/bases",
-            "models/gguf_folder.py",
+            "models/gguf/folder.py",
             "models/transformers_progress.py",
         }
     ),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mint
 from mint import types
@@ -26,11 +29,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINT_HOME", str(tmp_path / "home"))
 
 
-def _write_gguf(path: Path) -> None:
-    """A random Llama with quantised matrices, as llama.cpp's converter would write it."""
+def _write_gguf(
+    path: Path,
+    *,
+    layers: int = LAYERS,
+    without: str | None = None,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
+    """A random Llama with quantised matrices, as llama.cpp's converter would write it; it says that it has so many
+    `layers`. Further `tensors`, and none of a name that has `without` in it; `edit` adds fields."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
+    edit(writer)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -54,8 +66,12 @@ def _write_gguf(path: Path) -> None:
             shapes[f"blk.{layer}.{name}"] = (HIDDEN,)
         shapes |= {f"blk.{layer}.ffn_{name}": (INNER, HIDDEN) for name in ("gate", "up")}
         shapes[f"blk.{layer}.ffn_down"] = (HIDDEN, INNER)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     for name, shape in shapes.items():
         values = rng.normal(1.0 if "norm" in name else 0.0, 0.15, shape).astype(np.float32)
+        if without is not None and without in name:
+            continue
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", values)
         else:
@@ -115,3 +131,116 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(file: Path, tmp_path: Path
     with pytest.raises(InvalidRequestError, match="cannot be read as a GGUF model"):
         registry.resolve(str(file), {})
     assert not list((tmp_path / "cache" / "mint" / "gguf").iterdir())
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q", "blk.0.ffn_norm", "token_embd", "output_norm"])
+def test_a_file_without_one_of_its_tensors_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "part.gguf"
+    _write_gguf(path, without=name)
+    with pytest.raises(InvalidRequestError, match=r"lacks the tensor (model|lm_head)\.[\w.]+\. Give a complete file"):
+        registry.resolve(str(path), {})
+
+
+@pytest.mark.parametrize(("layers", "without"), [(2**31, None), (1, None), (2, "blk.1.")])
+def test_a_file_that_says_another_number_of_layers_is_refused_at_once(
+    tmp_path: Path, layers: int, without: str | None
+) -> None:
+    path = tmp_path / "layers.gguf"
+    _write_gguf(path, layers=layers, without=without)
+    with pytest.raises(InvalidRequestError, match=rf"llama\.block_count = {layers}: is not the number of layers"):
+        registry.resolve(str(path), {})
+
+
+def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "small-00001-of-00002.gguf"
+    _write_gguf(path, edit=lambda writer: writer.add_uint16("split.count", 2))
+    with pytest.raises(InvalidRequestError, match=r"split\.count = 2: is one part of a split file\. Merge the parts"):
+        registry.resolve(str(path), {})
+
+
+def _llama3_factors(factor: float, theta: float) -> np.ndarray:
+    """By which llama.cpp's converter divides the frequencies of Llama 3, number by number as it computes them."""
+    factors = []
+    for pair in range(HIDDEN // HEADS // 2):
+        wavelength = 2 * np.pi * theta ** (2 * pair / (HIDDEN // HEADS))
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def _linear(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(8.0)
+
+
+def _yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"edit": _linear}, {"rope_type": "linear", "factor": 8.0}),
+        ({"edit": _yarn}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
+        (
+            {"tensors": {"rope_freqs.weight": _llama3_factors(32.0, 10_000.0)}},
+            {"rope_type": "llama3", "factor": 32.0, **LLAMA3},
+        ),
+        ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, {"rope_type": "default"}),
+    ],
+    ids=["linear", "yarn", "llama 3", "factors of 1"],
+)
+def test_the_scaling_of_positions_is_read(tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    path = tmp_path / "scaled.gguf"
+    _write_gguf(path, **given)
+    folder = registry.resolve(str(path), {})
+    config = AutoConfig.from_pretrained(folder)
+    assert config.rope_parameters == {"rope_theta": 10_000.0, **expected}
+    tokens = np.random.default_rng(1).integers(3, 96, 60).tolist()
+    with mint.ServiceClient() as service:
+        sampler = service.create_sampling_client(base_model=str(path))
+        found = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config)
+    assert np.abs(np.array(found, np.float64) - _logprobs(reference, tokens)).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"tensors": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}},
+            "8 factors that are not Llama 3's",
+        ),
+        ({"tensors": {"rope_factors_long.weight": np.ones(8, np.float32)}}, "longrope"),
+        ({"edit": lambda writer: (_yarn(writer), writer.add_rope_scaling_yarn_log_mul(0.1))}, "yarn_log_multiplier"),
+    ],
+)
+def test_a_scaling_that_cannot_be_read_exactly_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    path = tmp_path / "scaled.gguf"
+    _write_gguf(path, **given)
+    with pytest.raises(InvalidRequestError, match=f"{message}.*Give the Hugging Face folder"):
+        registry.resolve(str(path), {})
+
+
+def test_a_file_with_tensors_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "biases.gguf"
+    _write_gguf(path, tensors={"blk.0.attn_q.bias": np.ones(HIDDEN, np.float32)})
+    with pytest.raises(InvalidRequestError, match=f"transformers leaves out {HIDDEN} numbers of it"):
+        registry.resolve(str(path), {})
+
+
+def test_a_cache_that_cannot_be_written_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no-folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-folder"))
+    with pytest.raises(InvalidRequestError, match=r"cannot be written to .*no-folder.* set XDG_CACHE_HOME"):
+        registry.resolve(str(file), {})

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
-from mint.models.gguf_folder import gguf_folder
+from mint.models.gguf.folder import gguf_folder
 from mint.models.package_index import INDEX_MODELS
 
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}

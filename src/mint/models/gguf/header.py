@@ -1,0 +1,128 @@
+"""What the header of a GGUF file says that transformers' reader passes over: parts, layers, scaling of positions.
+
+Knows the keys of the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and no model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from mint.errors import InvalidRequestError
+
+READ_BY_TRANSFORMERS = "gpt-oss"
+"""The architecture whose scaling transformers reads itself."""
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The settings of Llama 3.1, 3.2 and 3.3. A file has the factor of each frequency in their place."""
+
+_SCALING_KEYS = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Keys below `rope.scaling`, and how Hugging Face calls them."""
+
+
+_WRITE_IT_TWICE = ("falcon", "bloom")
+"""Architectures whose files have an unembedding that is the embedding once more."""
+
+
+class GgufHeader:
+    """The fields and the tensors of one file, read by the `gguf` package."""
+
+    def __init__(self, reader: Any) -> None:
+        """`reader`: a `gguf.GGUFReader`."""
+        self._fields = {name: field.contents() for name, field in reader.fields.items() if not _is_list(field)}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(self._fields.get("general.architecture", ""))
+
+    @property
+    def parameters(self) -> int:
+        """The numbers of all tensors, but those that say how positions are scaled. An embedding that is also the
+        unembedding counts once, also where it is written twice."""
+        left_out = ("output.weight",) if self.architecture in _WRITE_IT_TWICE else ()
+        counted = [own for name, own in self._tensors.items() if not name.startswith("rope_f") and name not in left_out]
+        return sum(int(own.n_elements) for own in counted)
+
+    def require_whole(self) -> None:
+        """Checks that the tensors of all layers are in this file.
+
+        Raises:
+            InvalidRequestError: it is a part of a split file, or says another number of layers than it has.
+        """
+        parts = self._fields.get("split.count", 1)
+        if parts > 1:
+            raise InvalidRequestError(
+                "is one part of a split file",
+                field="split.count",
+                value=parts,
+                remedy="Merge the parts with `llama-gguf-split --merge FIRST_PART WHOLE.gguf`",
+            )
+        layers = self._fields.get(f"{self.architecture}.block_count")
+        numbers = {int(found[1]) for name in self._tensors if (found := re.match(r"blk\.(\d+)\.", name))}
+        if layers is not None and (len(numbers) != layers or max(numbers, default=-1) != layers - 1):
+            raise InvalidRequestError(
+                f"is not the number of layers in the file, which has tensors of {len(numbers)}",
+                field=f"{self.architecture}.block_count",
+                value=layers,
+                remedy="Give a complete file",
+            )
+
+    def rope_scaling(self) -> dict[str, Any]:
+        """The scaling of positions as Hugging Face writes it; empty without one.
+
+        Raises:
+            InvalidRequestError: it is none that could be read exactly.
+        """
+        prefix = f"{self.architecture}.rope.scaling."
+        given = {name.removeprefix(prefix): value for name, value in self._fields.items() if name.startswith(prefix)}
+        kind = given.pop("type", "none")
+        given.pop("finetuned", None)  # whether the model was trained with the scaling: it changes no number
+        if self.architecture == READ_BY_TRANSFORMERS:
+            return {}
+        long, freqs = self._tensors.get("rope_factors_long.weight"), self._tensors.get("rope_freqs.weight")
+        if kind not in ("none", "linear", "yarn") or long is not None:
+            raise _unknown_scaling(f"{prefix}type", kind if long is None else "longrope")
+        scaling: dict[str, Any] = {}
+        if kind != "none":
+            unknown = sorted(given.keys() - _SCALING_KEYS)
+            if unknown:
+                raise _unknown_scaling(prefix + unknown[0], given[unknown[0]])
+            scaling = {"rope_type": kind} | {_SCALING_KEYS[name]: value for name, value in given.items()}
+        if freqs is None:
+            return scaling
+        found = self._llama3_scaling(np.array(freqs.data, np.float64).reshape(-1))
+        if scaling and found:
+            raise _unknown_scaling("rope_freqs.weight", f"beside a scaling of type {kind}")
+        return scaling or found
+
+    def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
+        """Llama 3's scaling from the `factors` [pairs] by which each frequency is divided."""
+        if (factors == 1).all():
+            return {}
+        base = self._fields.get(f"{self.architecture}.rope.freq_base", 10_000.0)
+        exponents = np.arange(len(factors)) / len(factors)
+        turns = LLAMA3["original_max_position_embeddings"] * base**-exponents / (2 * np.pi)
+        low, high, factor = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"], float(factors.max())
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        if not np.allclose(factors, 1 / (kept + (1 - kept) / factor), rtol=1e-3):
+            raise _unknown_scaling("rope_freqs.weight", f"{len(factors)} factors that are not Llama 3's")
+        return {"rope_type": "llama3", "factor": factor} | LLAMA3
+
+
+def _is_list(field: Any) -> bool:
+    """Whether a field has many values, such as the tokens."""
+    return len(field.data) != 1
+
+
+def _unknown_scaling(field: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        "is a scaling of positions that mint does not read from GGUF files",
+        field=field,
+        value=value,
+        remedy="Give the Hugging Face folder of this model",
+    )
