@@ -175,6 +175,44 @@ def test_ctrl_c_ends_a_wait_and_the_program_ends_cleanly(tmp_path: Any) -> None:
     assert not list((tmp_path / "instances").glob("?" * 32 + ".lock"))
 
 
+TWO_SESSIONS = """
+import sys
+from pathlib import Path
+import mint
+from mint.compose.embedded import open_embedded
+from mint.engine.fake_engine import FakeEngine
+
+class Stubborn:
+    def __init__(self, folder):
+        self.opened = open_embedded(data_dir=folder, engine=FakeEngine())
+        self.app = self.opened.app
+
+    def release(self):
+        self.opened.release()
+        print("released", flush=True)
+        raise OSError("but not quite")
+
+def open_one(name):
+    client = mint.ServiceClient(open_embedded=lambda: Stubborn(Path(sys.argv[1]) / name))
+    client.get_server_capabilities()
+    return client
+
+clients = [open_one("a"), open_one("b")]
+"""
+
+
+def test_a_session_that_cannot_be_closed_keeps_no_other_from_it_at_the_end_of_a_program(tmp_path: Any) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", TWO_SESSIONS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_S,
+    )
+    assert child.stdout == "released\n" * 2
+    assert child.stderr.count("a session could not be closed") == child.stderr.count("but not quite") == 2
+
+
 def test_an_error_that_comes_as_the_loop_of_a_program_ends_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """As where a second Ctrl-C ends a program in which tasks wait."""
     future: concurrent.futures.Future[int] = concurrent.futures.Future()

@@ -28,9 +28,11 @@ from starlette.routing import Mount
 from waiting import HANG_S, wait_until
 
 import mint
+import mint.client.connection.http_transport as http_transport
 import mint.client.connection.server_connection as server_connection
 from mint.client.connection.backoff import LONGEST_PAUSE_S, Backoff
 from mint.client.connection.endpoint import Endpoint
+from mint.client.connection.http_transport import HttpTransport
 from mint.client.connection.wait_log import WaitLog
 from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.errors import (
@@ -350,6 +352,32 @@ def test_a_session_whose_opening_was_answered_too_late_is_opened_once(door: Reco
         assert len(door.headers("create_session")) == 3
         assert list(door.running.service.session_owners) == [opened]
         assert client.create_lora_training_client("mint/tiny", rank=4).get_info()
+
+
+def test_a_session_that_is_refused_closes_its_connections(
+    door: RecordingServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_transports: list[HttpTransport] = []
+
+    class Counted(HttpTransport):
+        def __init__(self, base_url: str) -> None:
+            super().__init__(base_url)
+            open_transports.append(self)
+
+        async def close(self) -> None:
+            await super().close()
+            open_transports.remove(self)
+
+    monkeypatch.setattr(http_transport, "HttpTransport", Counted)
+    door.answers["create_session"] = times(1, Response("no", status_code=401))
+    threads = client_threads()
+    client = mint.ServiceClient(base_url=url)
+    with pytest.raises(AuthenticationError):
+        client.get_server_capabilities()
+    assert not open_transports and client_threads() == threads
+    with client:  # the server takes it now
+        assert client.get_server_capabilities() and len(open_transports) == 1
+    assert not open_transports
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["503", "cut off"])

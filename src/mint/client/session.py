@@ -112,24 +112,24 @@ class Session:
             await asyncio.to_thread(self.open)
 
     def _start(self) -> None:
-        embedded = self._open_embedded() if self._open_embedded is not None and self.is_embedded else None
+        self._embedded = self._open_embedded() if self._open_embedded is not None and self.is_embedded else None
+        self.server = ServerConnection(self.endpoint, self._transport())
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="mint-client", daemon=True)
         thread.start()
         self._thread = thread
-        self._embedded = embedded
         self._pid = os.getpid()
         self._loop = loop
         try:
             asyncio.run_coroutine_threadsafe(self._connect(), loop).result()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
+            asyncio.run_coroutine_threadsafe(self._drop_connections(), loop).result()
             self._stop()
             raise
         self._is_open = True
         _close_at_exit(self)
 
     async def _connect(self) -> None:
-        self.server = ServerConnection(self.endpoint, self._transport())
         if self._joined is not None:
             self._session_id = self._joined
             return
@@ -238,6 +238,10 @@ class Session:
                     await self.server.notify(f"sessions/{self._session_id}/finish", finished)
         except TimeoutError:
             log.debug("the session could not be closed on the server in time")
+        await self._drop_connections()
+
+    async def _drop_connections(self) -> None:
+        """Cancels all work of the session's thread, and closes the connections."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -297,4 +301,7 @@ def _close_all() -> None:
     if ended_by is not None:
         outcome = "interrupted" if issubclass(ended_by, KeyboardInterrupt) else "errored"
     for session in list(_open_sessions):
-        session.close(outcome)
+        try:
+            session.close(outcome)
+        except Exception:  # noqa: BLE001 - the others are to be closed all the same
+            log.exception("a session could not be closed")
