@@ -582,6 +582,8 @@ def test_a_wrong_argument_uses_no_place_up(url: str) -> None:
                 call(wrong)
         with pytest.raises(InvalidRequestError, match="AdamParams"):
             training.optim_step({"learning_rate": 1.0})  # ty: ignore
+        with pytest.raises(InvalidRequestError, match="optim_params alone"):
+            training.optim_step(AdamParams(), adam_params=AdamParams())
         training.forward_backward(DATA, "cross_entropy")
         assert training.optim_step(adam_params=AdamParams()).result(timeout=HANG_S).metrics["step"] == 1
 

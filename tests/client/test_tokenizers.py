@@ -76,8 +76,9 @@ def test_only_known_files_are_kept_and_no_code_is_named_in_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}])
 def test_an_answer_without_a_tokenizer_is_refused(files: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json") as caught:
         store_files(files, tmp_path)
+    assert caught.value.remedy
 
 
 CONVERSATION = [{"role": "user", "content": "3 + 5 ="}]

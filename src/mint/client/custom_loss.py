@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mint.errors import MissingExtraError, NotFoundError
+from mint.errors import InvalidRequestError, MissingExtraError
 from mint.types import Datum, TensorData
 from mint.types.arrays import np, require_numpy
 
@@ -97,5 +97,10 @@ def _zeros(tensor: TensorData) -> TensorData:
 
 def _targets(datum: Datum) -> TensorData:
     if "target_tokens" not in datum.loss_fn_inputs:
-        raise NotFoundError("is missing", field="loss_fn_inputs.target_tokens", value="(missing)")
+        raise InvalidRequestError(
+            "is missing",
+            field="loss_fn_inputs.target_tokens",
+            value="(missing)",
+            remedy="Pass the tokens that are predicted: target_tokens = full[1:] for the input full[:-1]",
+        )
     return datum.loss_fn_inputs["target_tokens"]

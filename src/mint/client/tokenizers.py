@@ -48,7 +48,12 @@ def store_files(files: dict[str, str], home: Path) -> Path:
     """Writes the files into a folder named by their contents; the folder appears whole or not at all."""
     contents = {name: _harmless(name, text).encode() for name, text in sorted(files.items()) if name in TOKENIZER_FILES}
     if "tokenizer.json" not in contents:
-        raise InvalidRequestError("holds no tokenizer.json", field="tokenizer", value=sorted(files))
+        raise InvalidRequestError(
+            "holds no tokenizer.json",
+            field="tokenizer",
+            value=sorted(files),
+            remedy="Put a tokenizer.json into the folder of the base model on the server",
+        )
     digest = hashlib.sha256()
     for name, content in contents.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)

@@ -125,7 +125,12 @@ class TrainingClient:
         `adam_params` is the older name of `optim_params`.
         """
         if optim_params is not None and adam_params is not None:
-            raise InvalidRequestError("was given together with optim_params", field="adam_params", value=adam_params)
+            raise InvalidRequestError(
+                "was given together with optim_params",
+                field="adam_params",
+                value=adam_params,
+                remedy="Pass optim_params alone",
+            )
         params = optim_params or adam_params or AdamParams()
         if not isinstance(params, AdamParams):
             raise InvalidRequestError(
