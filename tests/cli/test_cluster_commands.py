@@ -10,6 +10,7 @@ import pytest
 from ports import free_port
 from typer.testing import CliRunner
 
+from mint.cli.cluster import described
 from mint.cli.main import app
 from mint.engine.fake_engine import FakeEngine
 from tests.server.server_harness import make_key, running
@@ -50,6 +51,16 @@ def test_ranks_and_replicas_are_shown_with_what_they_have(tmp_path: Path) -> Non
         "process 44 3 requests, 12 sequences, 2 LoRAs (3.0 MiB)",
     ):
         assert part in text
+
+
+def test_one_of_a_thing_is_written_in_the_singular() -> None:
+    host = {"address": "http://a:1", "up": True, "jobs": 1, "sequences": 1, "loras": 1, "lost": 1}
+    gap = {"mean": 0.01, "max": 0.02, "tokens": 1, "alarms": 1}
+    external = {"hosts": [host], "versions": 1, "waiting": 1, "gap": gap}
+    lines = dict(described({"status": "ok", "cluster": {"external": external}}))
+    assert lines["sampler http://a:1"] == "1 request, 1 sequence, 1 LoRA; lost 1 time"
+    assert lines["versions"] == "1 of weights; 1 request waiting for a sampler"
+    assert lines["sampler − trainer"].endswith("over 1 token; too large 1 time")
 
 
 def test_scale_says_how_many_processes_there_are_to_be(tmp_path: Path) -> None:

@@ -121,24 +121,28 @@ def _external(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     gap = state["gap"]
     return [
         *((f"sampler {host['address']}", _host(host)) for host in state["hosts"]),
-        ("versions", f"{state['versions']} of weights; {state['waiting']} requests wait for a sampler"),
+        ("versions", f"{state['versions']} of weights; {counted(state['waiting'], 'request')} waiting for a sampler"),
         (
             "sampler − trainer",
-            f"|Δ logprob| {gap['mean']:.2g} in the mean and {gap['max']:.2g} at most, over {gap['tokens']} tokens; "
-            f"too large in {gap['alarms']} passes",
+            f"|Δ logprob| {gap['mean']:.2g} in the mean and {gap['max']:.2g} at most, "
+            f"over {counted(gap['tokens'], 'token')}; too large {counted(gap['alarms'], 'time')}",
         ),
     ]
 
 
 def _host(host: Mapping[str, Any]) -> str:
+    lost = f"lost {counted(host['lost'], 'time')}"
     if not host["up"]:
-        return f"is not reached: {host['problem']}; lost {host['lost']} times"
-    return f"{host['jobs']} requests, {host['sequences']} sequences, {host['loras']} LoRAs; lost {host['lost']} times"
+        return f"is not reached: {host['problem']}; {lost}"
+    return f"{_work(host)}, {counted(host['loras'], 'LoRA')}; {lost}"
 
 
 def _replica(own: Mapping[str, Any]) -> str:
-    loras = f"{counted(own['loras'], 'LoRA')} ({own['lora_bytes'] / 2**20:.1f} MiB)"
-    return f"{counted(own['jobs'], 'request')}, {counted(own['sequences'], 'sequence')}, {loras}"
+    return f"{_work(own)}, {counted(own['loras'], 'LoRA')} ({own['lora_bytes'] / 2**20:.1f} MiB)"
+
+
+def _work(own: Mapping[str, Any]) -> str:
+    return f"{counted(own['jobs'], 'request')}, {counted(own['sequences'], 'sequence')}"
 
 
 def _ask(url: str | None, path: str, content: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
