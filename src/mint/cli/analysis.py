@@ -76,9 +76,8 @@ def evaluate(
                 words["heldout_samples"] = heldout_samples
             choices = {name: opened.enter_context(open_task(name, words)) for name in tasks}
             choice = choices[task]
-            service = opened.enter_context(
-                ServiceClient()
-            )  # after all names are known to be right: it loads the engine
+            # After all names are known to be right: it loads the engine.
+            service = opened.enter_context(ServiceClient())
             if len(checkpoints) == len(tasks) == 1 and plot is None:
                 estimates = evaluate_checkpoint(checkpoints[0], choice.adapter, config=choice.config, service=service)
                 print_estimates(people, f"{checkpoints[0]} on {task}", estimates)

@@ -151,9 +151,8 @@ class Session:
     def _transport(self) -> Transport:
         if self._embedded is not None:
             return InProcessTransport(self._embedded.app, self.endpoint.url)
-        from mint.client.connection.http_transport import (
-            HttpTransport,  # deferred: httpx, which embedded use does not need
-        )
+        # Deferred: httpx, which embedded use does not need.
+        from mint.client.connection.http_transport import HttpTransport
 
         return HttpTransport(self.endpoint.url)
 
