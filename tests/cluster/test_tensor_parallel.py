@@ -201,7 +201,10 @@ def memory_of_a_rank(folder: Path, tensor_parallel: int) -> tuple[int, int]:
     train_steps(engine)
     decoder: Any = engine._bases["base"]._trained
     assert isinstance(decoder, ChunkedDecoder)
-    return decoder.layer_bytes, sum(frame.router.size_bytes for frame in decoder._frames if frame.router is not None)
+    layers = [layer for chunk in decoder._parts for layer in chunk.layers]
+    matrices = {id(matrix): matrix for layer in layers for matrix in layer_matrices(layer)}
+    own = sum(matrix.size_bytes for matrix in matrices.values())
+    return own, sum(frame.router.size_bytes for frame in decoder._frames if frame.router is not None)
 
 
 @pytest.mark.parametrize("family", [*SHAPES, pytest.param("qwen3_next", marks=pytest.mark.slow), "gpt_oss"])

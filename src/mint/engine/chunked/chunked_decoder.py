@@ -2,10 +2,9 @@
 
 A chunk is a part of a layer that reads whole rows and makes whole rows: some key heads with their query heads, or their
 value heads in a delta net, and the part of the output matrix that reads them, or a part of the inner width of an MLP or
-of a shared expert, or some experts. The layer is the sum
-of its chunks, in a fixed tree. A chunk is computed alone, with the same shapes in every process: so the bits depend on
-the number of chunks, which follows from the model, and not on the number of processes. Norms, routers, embedding and
-unembedding are whole in every process, and so are the loras.
+of a shared expert, or some experts. The layer is the sum of its chunks, in a fixed tree. A chunk is computed alone,
+with the same shapes in every process: so the bits depend on the number of chunks, which follows from the model, and not
+on the number of processes. Norms, routers, embedding and unembedding are whole in every process, and so are the loras.
 
 Letters: T rows · E hidden size · H heads of a chunk (query, key, value) · D head dimension.
 """
@@ -51,7 +50,6 @@ from mint.engine.model.weights import (
     LayerWeights,
     MixtureWeights,
     MlpWeights,
-    layer_matrices,
     shared_site,
     site_matrices,
 )
@@ -112,13 +110,6 @@ class ChunkedDecoder(Decoder):
         self._chunks = chunks
         self._own_config = chunk_config(config, chunks.count)
         super().__init__(config, tensors, operations, None, offloaded, layer_source)
-
-    @property
-    def layer_bytes(self) -> int:
-        """The memory of the matrices of layers that are here: those of the own chunks, and the routers."""
-        layers = [layer for chunk in self._parts for layer in chunk.layers]
-        matrices = {id(matrix): matrix for layer in layers for matrix in layer_matrices(layer)}
-        return sum(matrix.size_bytes for matrix in matrices.values())
 
     @override
     def training_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
