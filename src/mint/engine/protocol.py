@@ -59,8 +59,7 @@ class TrainDatum:
     """One example. All arrays have length N; `weights` multiply the loss and mask it before any exp.
 
     Cross-entropy alone may have K targets per position (top-K distillation); `weights` has the shape of `targets`.
-    `inputs` holds the further per-token float32 arrays of the loss: `logprobs`, `advantages`,
-    `clip_low_threshold`, `clip_high_threshold`.
+    `inputs` holds the further per-token float32 arrays of the loss; `LOSSES` has the names.
     """
 
     tokens: np.ndarray  # int64 [N]
