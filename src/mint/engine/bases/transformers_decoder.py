@@ -2,9 +2,8 @@
 their gradients, and loras on its linear layers.
 
 The model's own code computes; a hook on each linear layer adds the lora that is active. A forward runs one sequence,
-or several: a training pass pads the shorter ones on the right. Some
-models scale or cap the product of the last hidden states and the output layer. For them, the logits take the place of
-the hidden states in all methods here.
+or several: a training pass pads the shorter ones on the right. Some models scale or cap the product of the last hidden
+states and the output layer. For them, the logits take the place of the hidden states in all methods here.
 
 Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I inputs and O outputs of a layer · r rank.
 """

@@ -314,9 +314,17 @@ class Decoder:
         gate_up = self.loras.linear(f"{name}.gate_up", mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{name}.down", mlp.down, batch.loras)
         return SharedExpert.run(
-            x, routed, layer.mlp_norm, shared.gate, gate_up, down, eps, self.operations,
-            *gate_up.parameters, *down.parameters,
-        )  # fmt: skip
+            x,
+            routed,
+            layer.mlp_norm,
+            shared.gate,
+            gate_up,
+            down,
+            eps,
+            self.operations,
+            *gate_up.parameters,
+            *down.parameters,
+        )
 
     def _add_normed(self, out: Tensor, norm: Tensor | None, residual: Tensor) -> Tensor:
         """residual + norm(out), all [T, E]; without a norm `out`, in which the residual is already."""

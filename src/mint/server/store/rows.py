@@ -37,8 +37,12 @@ BASE_NUMBERS = {
 INVARIANT = "batch-invariant"
 """The attention of the batch-invariant mode on a GPU."""
 
-_KERNELS = {"torch": "0 (torch's kernels)", "native": "1 (mint's kernels)", "flex": "1 (mint's kernels)",
-            INVARIANT: "1 (mint's kernels)"}  # fmt: skip
+_KERNELS = {
+    "torch": "0 (torch's kernels)",
+    "native": "1 (mint's kernels)",
+    "flex": "1 (mint's kernels)",
+    INVARIANT: "1 (mint's kernels)",
+}
 """The value of MINT_NATIVE, by the attention that took effect: with one come all kernels of its maker."""
 
 STATE_BYTES = "state_bytes"
