@@ -189,7 +189,10 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Saves the weights as a PEFT folder; `RestClient.get_external_weights_urls` has the URLs of its files."""
+        """Saves the weights as a PEFT folder; `RestClient.get_external_weights_urls` has the URLs of its files.
+
+        PEFT does not load loras on the experts of GPT-OSS or Qwen3.5-MoE from it; `mint export` writes those for PEFT.
+        """
         request = self._numbered(
             SaveWeightsExternalRequest,
             path=name,

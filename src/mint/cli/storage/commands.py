@@ -328,7 +328,8 @@ def download_checkpoint(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Writes a checkpoint as a .tar.gz of a PEFT folder."""
+    """Writes a checkpoint as a .tar.gz of a PEFT folder. For PEFT itself, `mint export` writes LoRAs on the experts of
+    GPT-OSS and Qwen3.5-MoE."""
     with _storage(data_dir, as_json) as storage:
         written = storage.download(find_checkpoint(path, data_dir), output, overwrite=overwrite)
         if as_json:

@@ -1,6 +1,8 @@
 """A checkpoint as files for others: a lora in PEFT's format, alone or in a .tar.gz that `uploads` takes back.
 
-The weights' tensors are renamed as PEFT names them; their bytes are streamed from the disk as they are.
+The weights' tensors are renamed as PEFT names them; their bytes are streamed from the disk as they are. So loras of
+experts that a checkpoint of the base holds in one tensor (GPT-OSS, Qwen3.5-MoE) stay apart, which PEFT does not know:
+`mint export` stacks them.
 """
 
 from __future__ import annotations
