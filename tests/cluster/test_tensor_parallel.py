@@ -287,8 +287,13 @@ def test_more_ranks_than_chunks_are_refused(on_ranks: OnRanks, folder: Path) -> 
 @pytest.mark.parametrize("family", ["olmo2", "olmo3"])
 def test_families_whose_layers_are_not_cut_are_refused(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, "tied", family=family)
-    with pytest.raises(InvalidRequestError, match="not cut into chunks"):
+    with pytest.raises(InvalidRequestError, match=f"model_type = {family}: .* not cut into chunks"):
         engine_with(ALONE, tmp_path, chunked=True)
+
+
+def test_a_base_that_transformers_computes_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"base_model = {folder}: is computed by transformers"):
+        TorchEngine(device="cpu", chunked=True, implementation="transformers").load_base(str(folder), str(folder))
 
 
 def test_what_does_not_go_together_is_refused(models: dict[str, Path]) -> None:

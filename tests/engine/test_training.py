@@ -337,6 +337,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     train(model, "m", steps=1)
     after = model.state_digest("m")
     assert before != after
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as refusal:
         model.write_state("m", state)
+    assert refusal.value.remedy
     assert model.state_digest("m") == after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -50,7 +51,7 @@ class Hub:
             self._send_file(request, parts[-1])
 
     def _code(self) -> str:
-        return {401: "GatedRepo", 200: "RepoNotFound"}.get(self.status, "")
+        return {401: "GatedRepo", 404: "RevisionNotFound", 200: "RepoNotFound"}.get(self.status, "")
 
     def _entry(self, name: str) -> dict[str, Any]:
         content = self.files[name]
@@ -121,7 +122,9 @@ def hub(tmp_path: Path) -> Hub:
     return Hub(tmp_path / "model")
 
 
-def _mint(tmp_path: Path, endpoint: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _mint(
+    tmp_path: Path, endpoint: str, *arguments: str, stdin: int = subprocess.DEVNULL, **environment: str
+) -> subprocess.CompletedProcess[str]:
     own = {
         **os.environ,
         "HF_ENDPOINT": endpoint,
@@ -137,7 +140,7 @@ def _mint(tmp_path: Path, endpoint: str, *arguments: str, **environment: str) ->
         text=True,
         timeout=300,
         check=False,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
     )
 
 
@@ -209,6 +212,24 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
     with _served(hub) as endpoint:
         result = _mint(tmp_path, endpoint, "models", "pull", name)
     assert result.returncode == 1 and said in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_revision_that_is_not_there_is_refused_with_a_remedy(hub: Hub, tmp_path: Path) -> None:
+    hub.status = 404
+    with _served(hub) as endpoint:
+        result = _mint(tmp_path, endpoint, "models", "pull", NAME, "--revision", "nothing")
+    assert result.returncode == 1 and f"revision = nothing: is no revision of {NAME}. Name a branch" in result.stderr
+
+
+def test_who_wants_no_download_is_told_what_else_there_is(hub: Hub, tmp_path: Path) -> None:
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"n\n")
+    with _served(hub) as endpoint:
+        result = _mint(tmp_path, endpoint, "train", "rl", "task=math", f"base_model={NAME}", stdin=terminal)
+    os.close(keyboard)
+    os.close(terminal)
+    assert result.returncode == 1 and f"base_model = {NAME}: is not on this machine" in result.stderr
+    assert f"mint models pull {NAME}" in result.stderr and "base_model=mint/tiny" in result.stderr
 
 
 def test_without_a_network_the_error_has_the_command_for_another_machine(tmp_path: Path) -> None:

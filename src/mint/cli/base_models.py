@@ -70,7 +70,12 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         plan = _plan(name, None)
         question = f"{name} is not on this machine. Download {decimal(plan.size_bytes)}?"
         if not yes and not typer.confirm(question, err=True):
-            raise InvalidRequestError("is not on this machine", field="base_model", value=name) from error
+            raise InvalidRequestError(
+                "is not on this machine",
+                field="base_model",
+                value=name,
+                remedy=f"`mint models pull {name}` downloads it; base_model=mint/tiny comes with mint",
+            ) from error
         _download(plan, console)
 
 

@@ -22,6 +22,8 @@ from mint.errors import CheckpointError
 
 UNEMBED = "lm_head"
 
+_OTHER_SHAPE = "Use weights of a lora with this rank and these layers, on this base model"
+
 
 @dataclass(frozen=True)
 class Site:
@@ -115,11 +117,15 @@ class LoraLayout:
         """
         if self.arrays.keys() != arrays.keys():
             missing, extra = sorted(self.arrays.keys() - arrays.keys()), sorted(arrays.keys() - self.arrays.keys())
-            raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
+            raise CheckpointError(
+                f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}", remedy=_OTHER_SHAPE
+            )
         entries = np.empty(self.size, np.float32)
         for name, (place, shape) in self.arrays.items():
             if arrays[name].shape != shape:
-                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {shape}")
+                raise CheckpointError(
+                    f"{what}: {name} has shape {arrays[name].shape}, not {shape}", remedy=_OTHER_SHAPE
+                )
             entries[place] = arrays[name].reshape(-1)
         return torch.from_numpy(entries)
 

@@ -328,9 +328,10 @@ class TorchEngine:
                 )
         if self._chunked:
             raise InvalidRequestError(
-                f"cuts the layers of mint's own decoder, and transformers computes {name}",
-                field="tensor_parallel",
-                remedy="Leave it out, or choose a family of docs/models.md",
+                "is computed by transformers, whose layers are not cut into chunks",
+                field="base_model",
+                value=name,
+                remedy="Leave --tensor-parallel out, or choose a family of docs/models.md",
             )
         if self._quantize is not None:
             raise InvalidRequestError(

@@ -124,7 +124,12 @@ def _refusal(name: str, revision: str | None, endpoint: str, error: BaseExceptio
             f"is not at {endpoint}, or is private", field="model", value=name, remedy="Check the name, or set HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return InvalidRequestError(f"is no revision of {name}", field="revision", value=revision)
+        return InvalidRequestError(
+            f"is no revision of {name}",
+            field="revision",
+            value=revision or "main",
+            remedy=f"Name a branch, a tag or a commit that {endpoint}/{name} has, or leave it out",
+        )
     first = str(error).strip().split("\n")[0] or type(error).__name__
     return HubUnreachableError(
         f"{name} cannot be downloaded from {endpoint}: {first}",

@@ -127,7 +127,10 @@ class TrainedModel:
         # All parts are checked before the first is written: a state that does not fit leaves the model as it was.
         weights = self.layout.assemble(state.weights, "the weights")
         if (state.exp_avg is None) != (state.exp_avg_sq is None):
-            raise CheckpointError("the state has one of the optimizer's two moments, but not the other")
+            raise CheckpointError(
+                "the state has one of the optimizer's two moments, but not the other",
+                remedy="Load its weights without the optimizer, or another checkpoint",
+            )
         adam = AdamState.fresh(self.weights)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
             exp_avg = self.layout.assemble(state.exp_avg, "the optimizer's first moments")

@@ -48,9 +48,10 @@ def chunk_count(config: DecoderConfig, most: int = MOST_CHUNKS) -> int:
     family = config.family
     if family.joint_head_norms:
         raise InvalidRequestError(
-            f"is not for {family.name}: a norm over all heads of a layer is not cut into chunks",
-            field="tensor_parallel",
-            remedy="Leave it out; --shard-base divides the memory of the base, too",
+            "has norms over all heads of a layer, which are not cut into chunks",
+            field="config.json model_type",
+            value=config.model_type,
+            remedy="Leave --tensor-parallel out; --shard-base divides the memory of the base, too",
         )
     count = 1
     while count < most and all(size % (2 * count) == 0 for size in cut_sizes(config).values()):
