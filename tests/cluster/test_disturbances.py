@@ -68,7 +68,9 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("how", list(HOW))
 @pytest.mark.parametrize("what", ["replica", "rank"])
-def test_a_replica_or_a_rank(tmp_path: Path, expected: Expected, what: str, how: str) -> None:
+def test_a_killed_or_frozen_replica_or_rank_changes_no_run_and_no_stream(
+    tmp_path: Path, expected: Expected, what: str, how: str
+) -> None:
     with serving(tmp_path / "data", None, os.environ, "--cluster=local", "--trainers=2", "--samplers=2") as server:
         rng = random.Random(f"{what} {how} {SEED}")
 
@@ -98,7 +100,9 @@ def test_a_replica_or_a_rank(tmp_path: Path, expected: Expected, what: str, how:
 
 
 @pytest.mark.parametrize("how", list(HOW))
-def test_a_node_of_a_ray_cluster(tmp_path: Path, expected: Expected, how: str) -> None:
+def test_a_killed_or_frozen_node_of_a_ray_cluster_changes_no_run_and_no_stream(
+    tmp_path: Path, expected: Expected, how: str
+) -> None:
     """The node that has one of two ranks and a replica; another one joins some seconds later."""
     with ray_nodes(2, 2) as nodes:
         options = (f"--cluster={nodes.address}", "--trainers=2", "--samplers=2")
@@ -130,7 +134,7 @@ def test_a_node_of_a_ray_cluster(tmp_path: Path, expected: Expected, how: str) -
 
 
 @pytest.mark.parametrize("how", list(HOW))
-def test_the_server(tmp_path: Path, expected: Expected, how: str) -> None:
+def test_a_killed_or_frozen_server_changes_no_run_and_no_stream(tmp_path: Path, expected: Expected, how: str) -> None:
     """A killed one is started again on its data. A frozen one goes on after a while; every second one is replaced."""
     with serving(tmp_path / "data", None, os.environ, "--cluster=local", "--trainers=2", "--samplers=2") as server:
         left: list[int] = []
