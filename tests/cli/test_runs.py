@@ -165,13 +165,24 @@ def test_a_folder_with_the_config_of_a_run_is_a_run_even_if_it_is_damaged(tmp_pa
 
 def test_the_folder_of_a_base_model_is_no_run_and_can_be_evaluated() -> None:
     model = resolve("mint/tiny", {})
-    with pytest.raises(NotFoundError, match="is not a run"):
+    with pytest.raises(NotFoundError, match="is the folder of a base model"):
         find_run(str(model))
     by_folder, by_name = (
         mint("eval", name, "math", "heldout_size=4", "max_tokens=2", "--json") for name in (str(model), "mint/tiny")
     )
     assert by_folder.exit_code == 0, by_folder.output
     assert by_folder.stdout == by_name.stdout
+
+
+def test_the_folder_of_a_base_model_is_not_taken_for_the_beginning_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunLog(tmp_path / "runs" / "tiny-sums").start({"steps": 3}, resume=False)
+    assert find_run("tiny", tmp_path).name == "tiny-sums"
+    monkeypatch.chdir(resolve("mint/tiny", {}).parent)
+    with pytest.raises(NotFoundError, match="run = tiny: is the folder of a base model"):
+        find_run("tiny", tmp_path)
+    assert find_run("tiny-", tmp_path).name == "tiny-sums"
 
 
 def test_numbers_and_latest_count_from_the_run_that_was_written_last(tmp_path: Path) -> None:

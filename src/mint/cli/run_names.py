@@ -37,13 +37,17 @@ def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) 
     `mint runs list`, or with `by_model` the id of a model that it trained. The first of these that fits counts.
 
     Raises:
-        NotFoundError: no run fits.
+        NotFoundError: no run fits, or `name` is the path of a base model.
         InvalidRequestError: `name` is the beginning of several names.
     """
     from mint.runs.log import is_run  # deferred: `mint --help` answers at once
 
-    if name and is_run(Path(name)):
-        return Path(name)
+    if name and (Path(name) / "config.json").is_file():
+        if is_run(Path(name)):
+            return Path(name)
+        raise NotFoundError(
+            "is the folder of a base model, not of a run", field="run", value=name, remedy=_where_runs_are(data_dir)
+        )
     folders = newest_folders(data_dir)
     if name in folders:
         return folders[name]
@@ -62,8 +66,7 @@ def find_run(name: str, data_dir: Path | None = None, *, by_model: bool = True) 
             "is the beginning of several runs", field="run", value=name, remedy=f"Name one: {names}"
         )
     close = get_close_matches(name, [*folders, LATEST] if folders else [], n=1)
-    below = _data_folder(data_dir) / "runs"
-    remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
+    remedy = f"Did you mean {close[0]}?" if close else _where_runs_are(data_dir)
     raise NotFoundError("is not a run", field="run", value=name or "(empty)", remedy=remedy)
 
 
@@ -137,6 +140,10 @@ def newest_folders(data_dir: Path | None = None) -> dict[str, Path]:
     folders = RunFolders([_data_folder(data_dir)]).find()
     written = {name: max(changed_ns for _, changed_ns in stamp_of(folder)) for name, folder in folders.items()}
     return dict(sorted(folders.items(), key=lambda run: (-written[run[0]], run[0])))
+
+
+def _where_runs_are(data_dir: Path | None) -> str:
+    return f"`mint runs list` shows the runs below {_data_folder(data_dir) / 'runs'}"
 
 
 def _data_folder(data_dir: Path | None) -> Path:
