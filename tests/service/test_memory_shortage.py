@@ -19,7 +19,9 @@ from service_harness import (
     open_service,
     run_script,
     script,
+    send_sample,
 )
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import RequestFailedError
@@ -132,4 +134,30 @@ def test_a_request_for_which_memory_never_suffices_fails_alone(tmp_path: Path, m
     harness.run("forward_backward", model_id, 3, GOOD_PASS)
     assert harness.run("optim_step", model_id, 4, STEP)["state_digest"]
     assert harness.sample(sampler, 1)["sequences"]
+    harness.service.stop()
+
+
+def test_nothing_is_remembered_of_requests_that_waited_for_memory_when_their_session_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShortOfMemory(1 << 60, 0)
+    harness = Harness(open_service(tmp_path, engine=engine))
+    model_id, sampler = harness.create_model(), make_sampler(harness)
+
+    def no_memory(*_arguments: Any) -> Any:
+        raise MemoryError
+
+    def waiting() -> tuple[int, int]:
+        service = harness.service
+        return len(service._trainer._short_since), len(service._worker._batch._short_since)
+
+    with monkeypatch.context() as shortage:
+        shortage.setattr(engine, "optim_step", no_memory)
+        shortage.setattr(engine, "open_batch", no_memory)
+        send_sample(harness, sampler, 0)
+        wait_until(lambda: waiting() == (0, 1))
+        harness.send("optim_step", model_id, 1, STEP)
+        wait_until(lambda: waiting() == (1, 1))
+        harness.service.sessions.finish(harness.caller, harness.session_id)
+        wait_until(lambda: waiting() == (0, 0))
     harness.service.stop()

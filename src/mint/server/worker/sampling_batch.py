@@ -102,6 +102,8 @@ class SamplingBatch:
 
     def cancel_session(self, session_id: str) -> set[str]:
         """Cancels the requests of a session; returns those that leave the batch at its next step."""
+        for name in [name for name in self._short_since if session_of(name) == session_id]:
+            del self._short_since[name]  # also of one that waits in the queue, and will never come back
         for sample in [sample for sample in self._retry_alone if session_of(sample.request_id) == session_id]:
             self._retry_alone.remove(sample)
             self._count(sample, -1)
@@ -126,6 +128,7 @@ class SamplingBatch:
                 return None
             if not isinstance(error, MintError):
                 log.exception("request %s cannot be sampled", sample.request_id)
+            self._short_since.pop(sample.request_id, None)
             return FutureResult.of_error(error)
         self._running[sample.request_id] = sample
         return None
@@ -141,6 +144,7 @@ class SamplingBatch:
         if self._may_pass(samples[0], error):
             self._postpone(samples[0], error)
             return {}
+        self._short_since.pop(samples[0].request_id, None)
         return {samples[0].request_id: FutureResult.of_error(error)}
 
     def _may_pass(self, sample: QueuedSample, error: Exception) -> bool:
@@ -148,10 +152,7 @@ class SamplingBatch:
         request."""
         if is_out_of_memory(error):
             now = time.monotonic()
-            if now - self._short_since.setdefault(sample.request_id, now) < MEMORY_PATIENCE_S:
-                return True
-            del self._short_since[sample.request_id]
-            return False
+            return now - self._short_since.setdefault(sample.request_id, now) < MEMORY_PATIENCE_S
         return isinstance(error, JournalError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR)
 
     def _postpone(self, sample: QueuedSample, error: Exception) -> None:

@@ -193,6 +193,13 @@ class Trainer:
         """Stops a model, as `Recovery.stop`."""
         return self._recovery.stop(model_id, error)
 
+    def drop(self, model_id: str) -> None:
+        """Takes a model out of the engine, and forgets the trials of its requests."""
+        self.models.drop(model_id)
+        for trials in (self._short_since, self._losses):
+            for request in [request for request in trials if request[0] == model_id]:
+                del trials[request]
+
     def _restore(self, job: TrainingJob) -> None:
         try:
             self._recovery.restore(job.model_id)

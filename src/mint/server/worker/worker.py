@@ -175,7 +175,7 @@ class Worker:
 
     def _drop_models(self, models: list[str], files: list[str]) -> None:
         for model_id in models:
-            self._trainer.models.drop(model_id)
+            self._trainer.drop(model_id)
         discard_files(self._journal, self._data_dir, files)
 
     # --- the loop ------------------------------------------------------------------------------------------------
