@@ -69,7 +69,9 @@ class MintError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = f"{self.field} = {self.value}: {self.message}" if self.field is not None else self.message
+        text = self.message
+        if self.field is not None:  # one that is missing, or contradicts another, may have no value to show
+            text = f"{self.field}: {text}" if self.value is None else f"{self.field} = {self.value}: {text}"
         return text if self.remedy is None else f"{text}. {self.remedy}"
 
     @property

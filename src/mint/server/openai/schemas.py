@@ -415,9 +415,14 @@ class TokenizeRequest(StrictFields):
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("is ambiguous", field="prompt", remedy="Pass either prompt or messages")
-        if self.prompt is not None and (bool(self.tools) or bool(self.chat_template_kwargs)):
-            raise InvalidRequestError("belongs to messages", field="tools", remedy="Leave it out, or pass messages")
+            problem = "is missing" if self.prompt is None else "cannot be combined with messages"
+            remedy = "Pass either prompt or messages"
+            raise InvalidRequestError(problem, field="prompt", value=self.prompt, remedy=remedy)
+        for name in ("tools", "chat_template_kwargs"):
+            given = getattr(self, name)
+            if self.prompt is not None and bool(given):
+                remedy = "Leave it out, or pass messages"
+                raise InvalidRequestError("belongs to messages", field=name, value=given, remedy=remedy)
         return self
 
 

@@ -122,7 +122,9 @@ class _Rules:
             return self._add("ANSWER", f"/{wanted.regex.replace('/', chr(92) + '/')}/")
         if wanted.grammar is not None:
             problem = "cannot be combined with tools or reasoning"
-            raise InvalidRequestError(problem, field="grammar", remedy="Leave out the tools, or pass a schema")
+            raise InvalidRequestError(
+                problem, field="grammar", value=wanted.grammar, remedy="Leave out the tools, or pass a schema"
+            )
         return self._add("answer", f"%json {json.dumps(wanted.json_schema or {'type': 'object'})}")
 
     def reasoning(self) -> str:
@@ -183,7 +185,9 @@ def _schema(value: Any, field: str) -> dict[str, Any]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"is no JSON: {error}", field=field, remedy="Pass a JSON schema") from error
+        raise InvalidRequestError(
+            f"is no JSON: {error}", field=field, value=value, remedy="Pass a JSON schema"
+        ) from error
     if not isinstance(found, dict):
         raise InvalidRequestError("is no schema", field=field, value=value, remedy="Pass an object")
     return found
