@@ -301,7 +301,8 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"cannot be read: {error}", field="--key-file", value=file) from error
+        remedy = "Name a text file that holds the key alone"
+        raise InvalidRequestError(f"cannot be read: {error}", field="--key-file", value=file, remedy=remedy) from error
 
 
 @contextmanager

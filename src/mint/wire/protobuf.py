@@ -96,7 +96,10 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
         head = pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id)
         tail = pb.ForwardBackwardRequest(loss_fn=content.loss_fn, forward_only=request.forward_only)
     except ValueError as error:  # a number beyond the field's 32 bits, or text that is not Unicode
-        raise InvalidRequestError(str(error), field="ForwardBackwardRequest", value=request.seq_id) from error
+        remedy = "Give numbers of 32 bits, and text without lone surrogates"
+        raise InvalidRequestError(
+            str(error), field="ForwardBackwardRequest", value=request.seq_id, remedy=remedy
+        ) from error
     for key, value in (content.loss_fn_config or {}).items():
         if isinstance(value, str):
             tail.loss_fn_config_v2[key].text = value
@@ -380,7 +383,8 @@ def _write_tensor(message: pb.Tensor, tensor: TensorData, where: str) -> None:
     try:
         message.shape.extend(tensor.shape or ())
     except ValueError as error:
-        raise InvalidRequestError(str(error), field=f"{where}.shape", value=tensor.shape) from error
+        remedy = "Give whole numbers below 2**63"
+        raise InvalidRequestError(str(error), field=f"{where}.shape", value=tensor.shape, remedy=remedy) from error
 
 
 def _numbers(raw: bytes, dtype: Any, where: str) -> np.ndarray:
@@ -434,7 +438,10 @@ def _serialise(message: Message) -> bytes:
     try:
         return message.SerializeToString(deterministic=True)
     except EncodeError as error:
-        raise InvalidRequestError(str(error), field=type(message).__name__, value="(too large)") from error
+        remedy = "Send fewer data at once: a message has less than 2 GiB"
+        raise InvalidRequestError(
+            str(error), field=type(message).__name__, value="(too large)", remedy=remedy
+        ) from error
 
 
 def _refuse(where: str, value: object, message: str, remedy: str) -> NoReturn:

@@ -97,7 +97,10 @@ class _Storage:
                 self._store = obstore.store.from_url(url, retry_config=retries)
         except (BaseError, OSError, ValueError) as error:
             raise InvalidRequestError(
-                f"cannot be used: {_first_line(error)}", field=field, value=without_secrets(url)
+                f"cannot be used: {_first_line(error)}",
+                field=field,
+                value=without_secrets(url),
+                remedy="Check the address, who may write there, and the variables of the storage, such as AWS_REGION",
             ) from error
 
     def put(self, name: str, content: bytes | Path) -> None:

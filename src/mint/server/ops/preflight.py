@@ -77,7 +77,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise InvalidRequestError(f"is no address: {error}", field="--host", value=host) from error
+        remedy = "Give a name or an address of this machine, such as 127.0.0.1; 0.0.0.0 is all of them"
+        raise InvalidRequestError(f"is no address: {error}", field="--host", value=host, remedy=remedy) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

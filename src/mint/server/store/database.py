@@ -428,7 +428,8 @@ def read_only(path: Path) -> Generator[Transaction]:
         with closing(_connect_reader(path)) as connection:
             yield Transaction(connection)
     except sqlite3.DatabaseError as error:
-        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=path) from error
+        remedy = "Name a data directory of mint; or restore the file from a backup"
+        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=path, remedy=remedy) from error
 
 
 def check_file(path: Path) -> tuple[int, str]:
