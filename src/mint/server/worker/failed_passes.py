@@ -29,7 +29,7 @@ def data_digest(content: ForwardBackwardInput) -> str | None:
 
 @dataclass
 class FailedPasses:
-    """The passes of one model since its last step.
+    """The passes of one model since its last step or load, which begins with a new one of these.
 
     `wanted` are the digests of the data that must be sent again. `retried` are those of passes that are in the gradient
     and began as such a repetition; `others` counts the passes in the gradient whose data are not known any more.
@@ -67,7 +67,3 @@ class FailedPasses:
             return False
         self.retried.append(digest)
         return True
-
-    def reset(self) -> None:
-        """A step or a load begins anew."""
-        self.__init__()

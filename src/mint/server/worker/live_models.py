@@ -205,7 +205,7 @@ class LiveModels:
         live = self._models[model_id]
         began = time.perf_counter()
         metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
-        live.failed_passes.reset()
+        live.failed_passes = FailedPasses()
         live.weights_seq = seq_id
         digest = self.engine.state_digest(model_id, like=like)
         live.snapshots.note_step(time.perf_counter() - began)
@@ -249,7 +249,7 @@ class LiveModels:
                 remedy="Use create_training_client_from_state, which makes a model of the checkpoint's own shape",
             )
         self.engine.write_state(model_id, state)
-        live.failed_passes.reset()
+        live.failed_passes = FailedPasses()
         live.first_not_finite = None
         live.skipped_steps = 0  # the weights before those steps are gone
         live.weights_seq = seq_id
@@ -283,7 +283,7 @@ class LiveModels:
             live.failed_passes.note_failure(digest)
         elif kind == "optim_step" and live.failed_passes.wants_data:
             self.engine.clear_gradient(model_id)
-            live.failed_passes.reset()
+            live.failed_passes = FailedPasses()
 
     def note_unused(self, model_id: str, digest: str | None) -> None:
         """Notes a pass of the journal whose gradient a later failure has cleared; it is not run again."""
@@ -301,7 +301,7 @@ class LiveModels:
         """Notes a step that failed because it was skipped, as those before it."""
         live = self._models[model_id]
         self.engine.clear_gradient(model_id)
-        live.failed_passes.reset()
+        live.failed_passes = FailedPasses()
         live.first_not_finite = None
         live.skipped_steps += 1
 
