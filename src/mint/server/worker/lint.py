@@ -195,7 +195,7 @@ def lint(
     shifted = None if tokens.many_targets else _not_shifted(tokens)
     found = [shifted]
     if len(data) >= MIN_DATUMS:
-        found.append(_duplicates(data, policy=policy) or (_copied_samples(data, tokens) if policy else None))
+        found.append(_duplicates(data, policy=policy) or (_copied_samples(data) if policy else None))
     if not tokens.trained.any():
         found.append("nothing_trained: all weights are 0: nothing is trained")
     elif policy:
@@ -273,7 +273,7 @@ def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
     return f"duplicates: {copies} of {len(data)} datums are exact copies of others"
 
 
-def _copied_samples(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
+def _copied_samples(data: Sequence[TrainDatum]) -> str | None:
     """All samples of a prompt are one, which the policy is not certain enough to repeat."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for place, datum in enumerate(data):
