@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from openai_server import MODEL, Server
+from default_engine import fake_engine
+from openai_server import MODEL, Server, serving
 
 import mint
-from mint.server.store.database import OpenFor
+from mint.server.store.database import OpenFor, insert
 from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.rows import CheckpointRow, TrainingRunRow
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+from mint.types.records import MAX_PAGE
 
 PROMPT = "What is 3 + 4?\n"
 
@@ -98,6 +102,23 @@ def test_a_checkpoint_answers_under_each_of_its_names(
     for name in (MODEL, sampling, trainer.model_id):
         found = client.models.retrieve(name)
         assert (found.id, found.root, found.max_model_len) == (name, MODEL, 1024)
+
+
+def test_a_checkpoint_is_listed_with_its_base_however_many_runs_are_newer(tmp_path: Path) -> None:
+    with serving(tmp_path, engine=fake_engine()) as server, server.mint_client() as service:
+        trainer = service.create_lora_training_client(base_model=MODEL, rank=4)
+        path = trainer.save_state("old").result().path
+        opened = closing(Journal(tmp_path / JOURNAL_FILE, OpenFor.COMMAND))
+        with opened as journal, journal.database.transaction() as transaction:
+            for number in range(MAX_PAGE):
+                run = TrainingRunRow(f"newer{number}", "gone", "ada", 4e9, 4e9)
+                transaction.execute(insert(TrainingRunRow, "runs"), **vars(run))
+            row = CheckpointRow("newer0", "weights", "damaged", "checkpoints/gone", 4e9, owner="ada")
+            transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
+        with server.client() as client:
+            listed = {model.id: model.model_extra or {} for model in client.models.list()}
+    assert listed[path]["root"] == MODEL and listed[path]["max_model_len"] > 0
+    assert listed["mint://newer0/weights/damaged"].get("root") is None
 
 
 def test_an_ended_run_answers_with_its_last_checkpoint(server: Server, client: openai.OpenAI) -> None:

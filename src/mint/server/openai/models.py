@@ -12,6 +12,7 @@ from mint.server.openai.schemas import ModelCard
 from mint.server.service.service import Service
 from mint.server.store import checkpoint_folders
 from mint.server.store.rows import SamplerRow
+from mint.server.store.training_run_catalog import UNKNOWN_BASE
 from mint.types.checkpoint_path import CheckpointPath
 
 OWNED_BY_MINT = "mint"
@@ -68,8 +69,11 @@ def list_models(service: Service, caller: Caller) -> list[ModelCard]:
         if is_saved or service.has_saved_weights(run.training_run_id):
             created = int(run.last_request_time.timestamp())
             models.append(_model(service, run.training_run_id, run.base_model, run.model_owner, created))
-    for checkpoint in service.checkpoints.checkpoints(caller.owner).checkpoints:
-        base = bases.get(CheckpointPath.parse(checkpoint.tinker_path).model_id, "unknown")
+    checkpoints = service.checkpoints.checkpoints(caller.owner).checkpoints
+    run_of = {kept.tinker_path: CheckpointPath.parse(kept.tinker_path).model_id for kept in checkpoints}
+    bases |= service.training_runs.base_models(caller.owner, {*run_of.values()} - bases.keys())  # of older runs
+    for checkpoint in checkpoints:
+        base = bases.get(run_of[checkpoint.tinker_path], UNKNOWN_BASE)
         models.append(_model(service, checkpoint.tinker_path, base, caller.owner, int(checkpoint.time.timestamp())))
     for name, lora in service.lora_names.of(caller.owner).items():
         models.append(_model(service, name, lora.base_model, caller.owner, lora.loaded_at))
@@ -104,6 +108,8 @@ def _is_path(model: str) -> bool:
 
 
 def _model(service: Service, name: str, base: str, owner: str, created: int) -> ModelCard:
+    if base == UNKNOWN_BASE:
+        return ModelCard(id=name, created=created, owned_by=owner)
     try:
         length = service.base_models.context_length(base)
     except (MintError, OSError, ValueError):  # its folder is gone, and the list is shown all the same

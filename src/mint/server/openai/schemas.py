@@ -624,13 +624,14 @@ class DetokenizedText(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """Something that can be sampled from. `root` is its base model, `max_model_len` the longest text in tokens."""
+    """Something that can be sampled from. `root` is its base model, if that is known; `max_model_len` the longest text
+    in tokens."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    root: str
+    root: str | None = OPTIONAL
     max_model_len: int | None = OPTIONAL
 
 

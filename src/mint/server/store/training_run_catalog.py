@@ -7,7 +7,7 @@ owner, except those that have a public checkpoint. Any thread may call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from mint.errors import CheckpointError
@@ -18,6 +18,9 @@ from mint.server.store.checkpoints import SAMPLER, TRAINING
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, TrainingRunRow
 from mint.types.records import FIRST_PAGE, PageQuery, TrainingRun, TrainingRunsResponse
+
+UNKNOWN_BASE = "unknown"
+"""The base model of a run that nothing names: it failed before it had one, and has no checkpoint that can be read."""
 
 _SHOWN_BYTES = (
     f"{METADATA_BYTES} + 2 * coalesce((SELECT max(length(user_metadata)) FROM checkpoints WHERE model_id = run_id), 0)"
@@ -69,6 +72,16 @@ class TrainingRunCatalog:
             if is_readable:
                 return self._describe([row], owner)[0]
         raise no_run(run_id)
+
+    def base_models(self, owner: str | None, run_ids: Collection[str]) -> dict[str, str]:
+        """Training run → base model, for those of an owner; `UNKNOWN_BASE` where nothing names it."""
+        rows = self._database.rows(
+            TrainingRunRow,
+            f"SELECT * FROM runs WHERE {owned_by(owner)} AND run_id IN (SELECT value FROM json_each(:ids))",
+            owner=owner,
+            ids=list(run_ids),
+        )
+        return {run.training_run_id: run.base_model for run in self._describe(rows, owner)}
 
     def _describe(self, rows: list[TrainingRunRow], owner: str | None) -> list[TrainingRun]:
         ids = [row.run_id for row in rows]
@@ -127,6 +140,6 @@ class TrainingRunCatalog:
     def _base_model(self, row: CheckpointRow | None) -> str:
         """The base model in a checkpoint's manifest, for runs whose own row does not name one (yet)."""
         try:
-            return "unknown" if row is None else read_manifest(self._data_dir / row.folder).base_model
+            return UNKNOWN_BASE if row is None else read_manifest(self._data_dir / row.folder).base_model
         except CheckpointError:
-            return "unknown"
+            return UNKNOWN_BASE
