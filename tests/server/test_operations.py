@@ -31,8 +31,8 @@ from tests.server.server_harness import API, Person, make_key, pass_input, runni
 class Held(FakeEngine):
     """Samples only once it is let go."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, lanes: int = 1) -> None:
+        super().__init__(lanes=lanes)
         self.go_on = threading.Event()
         self.busy = threading.Event()
 
@@ -89,8 +89,9 @@ def test_readiness_ends_with_the_engines_thread_and_life_goes_on(tmp_path: Path)
         assert person.send("GET", "/healthz").status_code == 200
 
 
-def test_readiness_ends_where_one_request_takes_for_ever_and_comes_back(tmp_path: Path) -> None:
-    engine = Held()
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_readiness_ends_where_one_request_takes_for_ever_and_comes_back(tmp_path: Path, lanes: int) -> None:
+    engine = Held(lanes=lanes)
     with running(tmp_path, engine=engine, stuck_after_s=1.0) as server:
         person = Person(server)
         person.post("asample", sample_body(person.sampler(person.session())))

@@ -9,7 +9,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from mint.errors import DamagedDataError, JournalError
 from mint.server.mirror.mirror import Mirror
@@ -17,6 +18,9 @@ from mint.server.service.service import Service
 
 STUCK_AFTER_S = 600.0
 """Long, because a training step of a large model takes its time; the worker answers between two requests."""
+
+LANES: tuple[Literal["training", "sampling"], ...] = ("training", "sampling")
+"""Of an engine with one lane, both are the same thread."""
 
 CHECK_AGE_S = 1.0
 WRITE_TIMEOUT_S = 5.0
@@ -26,12 +30,13 @@ class Readiness:
     """Checks one service. One event loop at a time."""
 
     def __init__(self, service: Service, *, stuck_after_s: float = STUCK_AFTER_S, mirror: Mirror | None = None) -> None:
-        """The worker counts as stuck if it has not come to a call between two requests for `stuck_after_s`."""
+        """The worker counts as stuck if one of its lanes has not come to a call between two requests for
+        `stuck_after_s`."""
         self._service = service
         self._mirror = mirror
         self._stuck_after_s = stuck_after_s
         self._lock = threading.Lock()
-        self._asked_at: float | None = None
+        self._asked_at: dict[str, float] = {}  # those that have not replied yet
         self._checked_at = float("-inf")
         self._write: asyncio.Future[None] | None = None
         self._problems: tuple[str, ...] = ()
@@ -78,18 +83,18 @@ class Readiness:
         if not self._service.is_working:
             return "the engine's thread has ended"
         with self._lock:
-            asked_at = self._asked_at
-            if asked_at is None:
-                self._asked_at = now
-        if asked_at is None:
-            self._service.call_soon(self._note_reply)
-        elif now - asked_at > self._stuck_after_s:
-            return f"the engine has been busy with one request for {now - asked_at:.0f} s"
+            free = [lane for lane in LANES if lane not in self._asked_at]
+            self._asked_at |= dict.fromkeys(free, now)
+            busy_s = now - min(self._asked_at.values())
+        for lane in free:
+            self._service.call_soon(partial(self._note_reply, lane), lane=lane)
+        if busy_s > self._stuck_after_s:
+            return f"the engine has been busy with one request for {busy_s:.0f} s"
         return None
 
-    def _note_reply(self) -> None:
+    def _note_reply(self, lane: str) -> None:
         with self._lock:
-            self._asked_at = None
+            del self._asked_at[lane]
 
     async def _journal_problem(self) -> str | None:
         # one write at a time: while a disk hangs, no further check may block a thread

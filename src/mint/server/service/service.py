@@ -33,7 +33,7 @@ from mint.server.lost_journal import open_journal
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
-from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
+from mint.server.queue.scheduler import GAP_TIMEOUT_S, Lane, Pending
 from mint.server.service.large_request_reader import LargeRequestReader
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.results import Results
@@ -294,9 +294,9 @@ class Service:
         the process ends; for a training request, the next process counts it."""
         self._sample_deaths.add(self._worker.sampling_now)
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        """Runs something on the engine's thread, between two requests."""
-        self._worker.call_soon(callback)
+    def call_soon(self, callback: Callable[[], None], *, lane: Lane = "training") -> None:
+        """Runs something on the engine's thread, or on that of a lane, between two requests."""
+        self._worker.call_soon(callback, lane=lane)
 
     @property
     def is_working(self) -> bool:

@@ -125,9 +125,9 @@ class Worker:
         """Sequences that are being sampled."""
         return self._batch.sequences
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        """Runs something on the thread that trains, between two requests."""
-        self._trains.call_soon(callback)
+    def call_soon(self, callback: Callable[[], None], *, lane: Lane = "training") -> None:
+        """Runs something on the thread of a lane, between two requests or two steps of sampling."""
+        (self._samples if lane == "sampling" else self._trains).call_soon(callback)
 
     def end_session(self, session_id: str, models: list[str], files: list[str]) -> None:
         """Takes what a session has out of the engine, soon, and removes its files."""
