@@ -22,7 +22,8 @@ from waiting import HANG_S
 
 from mint.compose.serving import Server
 from mint.errors import BodyTooLargeError, InvalidRequestError, MintError, OverloadedError, UnsupportedBodyError
-from mint.server.http.bodies import MIB, Bodies, BodyLimits
+from mint.server.http.bodies import Bodies, BodyLimits
+from mint.server.limits import MIB
 from tests.server.server_harness import API, Person, running
 
 LIMITS = BodyLimits(body_bytes=MIB, owner_bytes=2 * MIB, total_bytes=3 * MIB, patience_s=60.0, slowest_bytes_s=MIB)

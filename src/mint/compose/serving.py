@@ -35,8 +35,9 @@ from mint.server.all_routes import ROUTES
 from mint.server.disk_space import folder_bytes
 from mint.server.http.app import create_app
 from mint.server.http.auth import recall_by_key
-from mint.server.http.bodies import MIB, Bodies, BodyLimits
+from mint.server.http.bodies import Bodies, BodyLimits
 from mint.server.http.key_guesses import GuardedKeys
+from mint.server.limits import MIB
 from mint.server.mirror.mirror import Mirror
 from mint.server.mirror.objects import open_objects, without_secrets
 from mint.server.ops import preflight

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mint.errors import JournalError
+from mint.server.private_files import NAMED_FOLDERS
 from mint.server.store.database import read_only
 from mint.server.store.journal import JOURNAL_FILE, Journal
 
-FOLDERS = ("snapshots", "published", "checkpoints")
 _IS_USED = "SELECT EXISTS (SELECT 1 FROM sessions) OR EXISTS (SELECT 1 FROM checkpoints)"
 
 
@@ -56,7 +56,9 @@ def _has_content(file: Path) -> bool:
 
 def _stored_files(data_dir: Path) -> dict[str, int]:
     """How many files or folders lie in each folder, without unfinished ones."""
-    counts = {name: sum(not path.name.startswith(".") for path in (data_dir / name).glob("*")) for name in FOLDERS}
+    counts = {
+        name: sum(not path.name.startswith(".") for path in (data_dir / name).glob("*")) for name in NAMED_FOLDERS
+    }
     return {name: count for name, count in counts.items() if count}
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 
 log = logging.getLogger("mint.store")
 
-FOLDERS = ("instances", "snapshots", "published", "checkpoints", "set_aside", "tmp")
+NAMED_FOLDERS = ("snapshots", "published", "checkpoints")
+"""The folders whose files the journal names."""
+
+FOLDERS = ("instances", *NAMED_FOLDERS, "set_aside", "tmp")
 """Made when a data directory is opened. What is written into them later cannot be reached by others, whatever its own
 mode is."""
 

@@ -23,10 +23,9 @@ from mint.errors import (
     UnsupportedBodyError,
 )
 from mint.server.http.unpacking import LargeContentError, Unpacker, declared_size
+from mint.server.limits import MIB
 
 T = TypeVar("T")
-
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from mint.server.mirror.manifest import (
     sha256,
 )
 from mint.server.mirror.objects import Objects
+from mint.server.private_files import NAMED_FOLDERS
 
 log = logging.getLogger("mint.mirror")
 
@@ -52,9 +53,6 @@ PART_BYTES = 256 << 10
 
 SENDERS = 8
 """How many objects are sent at once."""
-
-LISTS = ("snapshots", "published", "checkpoints")
-"""The folders whose files have a list of their own, so that a step does not send that of 100,000 checkpoints again."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +330,7 @@ def _read_parts(path: Path) -> Iterator[bytes]:
 
 
 def _lists(copy: Copy) -> list[list[MirroredFile]]:
-    """The files by folder, each list in order, so that the same files give the same list."""
+    """The files by folder, each list in order, so that the same files give the same list: a step does not send that of
+    100,000 checkpoints again."""
     files = sorted(copy.files, key=lambda file: file.name)
-    return [[file for file in files if file.name.startswith(f"{folder}/")] for folder in LISTS]
+    return [[file for file in files if file.name.startswith(f"{folder}/")] for folder in NAMED_FOLDERS]

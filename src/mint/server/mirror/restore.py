@@ -25,7 +25,7 @@ from mint.server.mirror.manifest import (
     sha256,
 )
 from mint.server.mirror.objects import Objects, without_secrets
-from mint.server.private_files import open_data_dir
+from mint.server.private_files import NAMED_FOLDERS, open_data_dir
 from mint.server.store.instances import ServerLock
 from mint.server.store.journal import JOURNAL_FILE
 
@@ -35,7 +35,6 @@ UNFINISHED = "restoring"
 """A folder of this name says that what lies beside it is not all: bringing it back begins anew."""
 
 FIELD = "--from-mirror"
-FOLDERS = ("snapshots", "published", "checkpoints")
 FETCHERS = 8
 
 
@@ -98,7 +97,7 @@ def _restore(objects: Objects, data_dir: Path, url: str) -> Restored:
 
 def _require_no_data(data_dir: Path, *, has_begun: bool) -> None:
     """The journal comes last: where it is, nothing is unfinished."""
-    found = [] if has_begun else [name for name in FOLDERS if any((data_dir / name).glob("*"))]
+    found = [] if has_begun else [name for name in NAMED_FOLDERS if any((data_dir / name).glob("*"))]
     if (data_dir / JOURNAL_FILE).exists():
         found.append(JOURNAL_FILE)
     if found:
@@ -112,7 +111,7 @@ def _require_no_data(data_dir: Path, *, has_begun: bool) -> None:
 
 def _remove_left(data_dir: Path) -> None:
     """Removes what an attempt before this one has left."""
-    for name in (*FOLDERS, UNFINISHED):
+    for name in (*NAMED_FOLDERS, UNFINISHED):
         for path in (data_dir / name).iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -138,7 +137,7 @@ def _content(objects: Objects, name: str) -> bytes:
 
 def _fetch(objects: Objects, file: MirroredFile, data_dir: Path) -> None:
     path = data_dir / file.name
-    if not path.resolve().is_relative_to(data_dir.resolve()) or file.name.partition("/")[0] not in FOLDERS:
+    if not path.resolve().is_relative_to(data_dir.resolve()) or file.name.partition("/")[0] not in NAMED_FOLDERS:
         raise ValueError(f"the mirror names a file outside of the data directory: {file.name}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     objects.fetch(f"{CONTENT}{file.sha256}", path)

@@ -23,7 +23,7 @@ from mint.engine.protocol import Engine, LoraSpec, SampleJob
 from mint.errors import NotFoundError, RecoveryDivergedError
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
-from mint.server.limits import MAX_UNNAMED_SAMPLERS
+from mint.server.limits import MAX_UNNAMED_SAMPLERS, MIB
 from mint.server.queue.jobs import QueuedSample
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
@@ -34,7 +34,6 @@ from mint.server.worker.base_models import BaseModels
 from mint.server.worker.base_numbers import require_same_numbers
 from mint.server.worker.sample_requests import sample_job
 
-MIB = 1 << 20
 LEAST_CACHE_BYTES = 1024 * MIB
 CACHE_SHARE = 0.125
 """The memory for LoRAs in the engine by default: a share of what is free with the first one, and at least so much."""
