@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Pending, object]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is(name: str) -> None:
+def test_what_runs_next_is_fair_to_models_owners_and_those_who_wait(name: str) -> None:
     pending, expected = CASES[name]
     result = plan(pending, 5.0, gap_timeout_s=10.0)
     if isinstance(expected, Wait) and expected.until is not None:
