@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +20,16 @@ import mint
 from benchmarks.serving.many_adapters import make_adapters, path_of
 from mint.compose.embedded import open_embedded
 from mint.engine.torch_engine import TorchEngine
+from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import ServerLimits
+from mint.server.store.checkpoint_catalog import CheckpointCatalog
+from mint.server.store.database import OpenFor
 from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.server.worker.samplers import Samplers
 from mint.types import ModelInput, SamplingParams
 from mint.types.checkpoint_path import CheckpointPath
+from mint.types.records import PageQuery
 
 pytestmark = pytest.mark.slow
 
@@ -82,21 +90,38 @@ def test_loras_drawn_by_zipfs_law_sample_as_alone_and_stay_within_the_memory_for
     assert samplers.loaded_count > len(seen)  # some left memory, and were read again
 
 
+GIVEN = "IN (SELECT value FROM json_each("
+"""In a query about the rows of one page, whose ids are given: these few may be sorted."""
+
+
 @pytest.mark.usefixtures("client")
-def test_lists_sums_and_lookups_use_an_index(data_dir: Path) -> None:
-    plans: dict[str, list[str]] = {}
-    with closing(Journal(data_dir / JOURNAL_FILE)) as journal:
-        database = journal.database
-        for sql in (
-            "SELECT count(*) FROM checkpoints WHERE owner = :owner AND (expires_at IS NULL OR expires_at > :now)",
-            "SELECT rowid FROM checkpoints WHERE owner = :owner ORDER BY created_at DESC, folder LIMIT 10 OFFSET 10",
-            "SELECT rowid FROM checkpoints WHERE TRUE ORDER BY created_at DESC, folder LIMIT 10 OFFSET 10",
-            "SELECT rowid FROM runs WHERE owner = :owner ORDER BY created_at DESC, run_id LIMIT 10 OFFSET 10",
-            "SELECT sum(size_bytes) FROM checkpoints WHERE owner = :owner",
-            "SELECT * FROM checkpoints WHERE folder = :owner",
-        ):
-            with database.transaction(write=False) as transaction:
-                found = transaction.execute(f"EXPLAIN QUERY PLAN {sql}", owner="local", now=0.0).fetchall()
-            plans[sql] = [str(row[3]) for row in found]
+def test_lists_sums_and_lookups_use_an_index(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    connect = sqlite3.connect
+
+    def traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.set_trace_callback(asked.append)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    with closing(Journal(data_dir / JOURNAL_FILE, OpenFor.READING)) as journal:
+        asked.clear()  # those of opening it
+        checkpoints = CheckpointCatalog(journal, data_dir)
+        page = PageQuery(limit=10, offset=10)
+        for owner in (LOCAL_OWNER, None):
+            assert len(checkpoints.checkpoints(owner, page).checkpoints) == 10
+            checkpoints.used_bytes(owner)
+            checkpoints.checkpoint(owner, path_of(1))
+            TrainingRunCatalog(journal, data_dir).runs(owner, page)
+        assert journal.checkpoint_in("checkpoints/none") is None
+    monkeypatch.undo()
+    queries = {sql for sql in asked if sql.startswith("SELECT")}
+    with closing(sqlite3.connect(data_dir / JOURNAL_FILE)) as connection:
+        plans = {sql: [str(row[3]) for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}")] for sql in queries}
     for sql, plan in plans.items():
-        assert all("INDEX" in line and "TEMP B-TREE" not in line for line in plan), (sql, plan)
+        if GIVEN in sql:
+            assert not any(re.match(r"SCAN (checkpoints|runs|models)", line) for line in plan), (sql, plan)
+        else:
+            assert all("INDEX" in line and "TEMP B-TREE" not in line for line in plan), (sql, plan)
+    assert len(plans) > 10 and sum(GIVEN in sql for sql in plans) > 2
