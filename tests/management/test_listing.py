@@ -10,6 +10,7 @@ import pytest
 from owners import Place
 
 from mint.client.rest_client import RestClient
+from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.database import insert
 from mint.server.store.rows import CheckpointRow
 from mint.types import SessionSearchOwner, SessionSearchRequest, SessionStatusQuery
@@ -97,6 +98,22 @@ def test_pages_of_runs_hold_each_one_once(place: Place) -> None:
     assert [run.training_run_id for run in runs] == made[::-1]
     assert first.cursor.total_count == 3
     assert rest.list_training_runs(limit=10**6).result().cursor.limit == 1000
+
+
+def test_a_model_that_was_not_created_is_no_run(place: Place) -> None:
+    client, rest = place.client("alice"), place.rest("alice")
+    for base, rank in (("mint/tiny", 0), ("lab/nothing", 4)):
+        with pytest.raises(InvalidRequestError):
+            client.create_lora_training_client(base, rank=rank)
+    made = client.create_lora_training_client("mint/tiny", rank=4).model_id
+    session_id = made.partition(":")[0]
+    assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [made]
+    assert rest.list_training_runs().result().cursor.total_count == 1
+    assert rest.get_session(session_id).result().training_run_ids == [made]
+    with pytest.raises(NotFoundError):
+        rest.get_training_run(f"{session_id}:train:0").result()
+    client.close()  # forgets the requests, and with them why they failed
+    assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [made]
 
 
 def test_a_run_and_a_checkpoint_have_the_fields_of_the_protocol(place: Place) -> None:

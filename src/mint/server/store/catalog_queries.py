@@ -18,6 +18,9 @@ Row = TypeVar("Row")
 UNEXPIRED = "(expires_at IS NULL OR expires_at > :now)"
 """Condition on the table checkpoints: the checkpoint has not expired."""
 
+MADE = "(base_model IS NOT NULL OR EXISTS (SELECT 1 FROM checkpoints WHERE model_id = run_id))"
+"""Condition on the table runs: the run's model was created. The row is older than the model, and stays if the creation
+fails, so that a repeated request finds its error. Of a run of the first schema only a checkpoint may be known."""
 
 MAX_PAGE_BYTES = 4 << 20
 """A page ends before its metadata is larger, but has at least one row."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import mint.types.records as records
 from mint.errors import NotFoundError
-from mint.server.store.catalog_queries import MAX_PAGE_BYTES, UNEXPIRED, moment, owned_by
+from mint.server.store.catalog_queries import MADE, MAX_PAGE_BYTES, UNEXPIRED, moment, owned_by
 from mint.server.store.database import decode
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
@@ -51,13 +51,12 @@ class SessionCatalog:
             NotFoundError: there is none of that id for this owner.
         """
         row = require_session(self._journal, owner, session_id)
-        of_session = "WHERE session_id = :id ORDER BY"
         return records.GetSessionResponse(
             training_run_ids=self._database.values(
-                f"SELECT run_id FROM runs {of_session} created_at, run_id", id=session_id
+                f"SELECT run_id FROM runs WHERE session_id = :id AND {MADE} ORDER BY created_at, run_id", id=session_id
             ),
             sampler_ids=self._database.values(
-                f"SELECT sampler_id FROM samplers {of_session} sampler_id", id=session_id
+                "SELECT sampler_id FROM samplers WHERE session_id = :id ORDER BY sampler_id", id=session_id
             ),
             user_metadata=row.user_metadata,
             display_name=(row.details or {}).get("display_name"),

@@ -1,7 +1,7 @@
 """The training runs of a data directory, living or ended: listed and described.
 
-`owner` is whose runs a question is about; None is the operator, who sees everything. Runs of others do not exist for an
-owner, except those that have a public checkpoint. Any thread may call.
+A run exists once its model was created. `owner` is whose runs a question is about; None is the operator, who sees
+everything. Runs of others do not exist for an owner, except those that have a public checkpoint. Any thread may call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from mint.errors import CheckpointError
-from mint.server.store.catalog_queries import METADATA_BYTES, UNEXPIRED, moment, owned_by, read_page, readable_by
+from mint.server.store.catalog_queries import MADE, METADATA_BYTES, UNEXPIRED, moment, owned_by, read_page, readable_by
 from mint.server.store.checkpoint_catalog import checkpoint_record, no_run
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import SAMPLER, TRAINING
@@ -33,14 +33,13 @@ class TrainingRunCatalog:
 
     def __init__(self, journal: Journal, data_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
         """`clock` is the time of day."""
-        self._journal = journal
         self._database = journal.database
         self._data_dir = data_dir
         self._clock = clock
 
     def runs(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> TrainingRunsResponse:
         """A page of training runs, newest first."""
-        where = owned_by(owner)
+        where = f"{MADE} AND {owned_by(owner)}"
         if page.access_scope == "accessible":
             where = f"({where} OR run_id IN (SELECT model_id FROM checkpoints WHERE public AND {UNEXPIRED}))"
         if page.project_id is not None:
@@ -66,7 +65,7 @@ class TrainingRunCatalog:
         Raises:
             NotFoundError: there is none of that id for this owner.
         """
-        row = self._journal.run(run_id)
+        row = self._database.row(TrainingRunRow, f"SELECT * FROM runs WHERE run_id = :id AND {MADE}", id=run_id)
         if row is not None:
             is_readable = owner in (None, row.owner) or (accessible and self._last_checkpoints(owner, [run_id]))
             if is_readable:
