@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,11 +36,16 @@ class Hub:
         self.damaged = False
         self.breaks_after: int | None = None
         self.status = 200
+        self.silent = ""
+        self.ended = threading.Event()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         self.tokens.add(request.headers.get("Authorization"))
         self.listed += request.path.startswith("/api/")
         parts = request.path.split("?")[0].strip("/").split("/")
+        if self.silent and self.silent in request.path:
+            self.ended.wait(200)
+            return
         if self.status != 200 or "small" not in parts:
             self._send(request, self.status if self.status != 200 else 404, b"{}", {"X-Error-Code": self._code()})
         elif "tree" in parts:
@@ -112,6 +118,7 @@ def _served(hub: Hub) -> Generator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        hub.ended.set()
         server.shutdown()
         server.server_close()
 
@@ -237,6 +244,16 @@ def test_without_a_network_the_error_has_the_command_for_another_machine(tmp_pat
         result = _mint(tmp_path, "http://127.0.0.1:9", "models", "pull", NAME, **environment)
         assert result.returncode == 1 and f"hf download {NAME} --local-dir" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("silent", ["/api/", "/tree/"])
+def test_a_hub_that_does_not_answer_is_an_error_soon(silent: str, hub: Hub, tmp_path: Path) -> None:
+    hub.silent = silent
+    with _served(hub) as endpoint:
+        began = time.monotonic()
+        result = _mint(tmp_path, endpoint, "models", "pull", NAME, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert result.returncode == 1 and "timed out" in result.stderr and "Traceback" not in result.stderr
+    assert time.monotonic() - began < 100
 
 
 def test_a_training_asks_before_it_downloads_and_makes_nothing_before(hub: Hub, tmp_path: Path) -> None:

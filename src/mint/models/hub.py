@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import CheckpointError, InvalidRequestError, MintError, UnknownBaseModelError
+from mint.models.hub_client import use_careful_client
 from mint.models.registry import HUB_COPIES, HUB_FILES, missing_files
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -95,6 +96,7 @@ def _snapshot(name: str, revision: str | None, *, dry_run: bool) -> Any:
     # Deferred: 0.3 s, and absent from installs that use folders only.
     from huggingface_hub import constants, errors, snapshot_download
 
+    use_careful_client()
     try:
         return snapshot_download(
             name,
