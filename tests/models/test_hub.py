@@ -37,6 +37,7 @@ class Hub:
         self.breaks_after: int | None = None
         self.status = 200
         self.silent = ""
+        self.odd: dict[str, str] = {}  # what it says in place of a hash: as etag, oid or commit
         self.ended = threading.Event()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -51,7 +52,11 @@ class Hub:
         elif "tree" in parts:
             self._send(request, 200, json.dumps([self._entry(name) for name in self.files]).encode(), {})
         elif parts[0] == "api":
-            found = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            found = {
+                "id": NAME,
+                "sha": self.odd.get("commit", COMMIT),
+                "siblings": [{"rfilename": name} for name in self.files],
+            }
             self._send(request, 200, json.dumps(found).encode(), {})
         else:
             self._send_file(request, parts[-1])
@@ -63,7 +68,7 @@ class Hub:
         content = self.files[name]
         entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": self._etag(name)}
         if name.endswith(".safetensors"):
-            entry["lfs"] = {"oid": self._etag(name), "size": len(content), "pointerSize": 100}
+            entry["lfs"] = {"oid": self.odd.get("oid", self._etag(name)), "size": len(content), "pointerSize": 100}
         return entry
 
     def _etag(self, name: str) -> str:
@@ -73,7 +78,11 @@ class Hub:
     def _send_file(self, request: BaseHTTPRequestHandler, name: str) -> None:
         content = self.files[name]
         start = int((request.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        headers = {"ETag": f'"{self._etag(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{self.odd.get("etag", self._etag(name))}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if request.command == "HEAD":
             self._send(request, 200, content, headers)
             return
@@ -244,6 +253,15 @@ def test_without_a_network_the_error_has_the_command_for_another_machine(tmp_pat
         result = _mint(tmp_path, "http://127.0.0.1:9", "models", "pull", NAME, **environment)
         assert result.returncode == 1 and f"hf download {NAME} --local-dir" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("where", ["etag", "oid", "commit"])
+def test_a_hub_cannot_have_a_file_written_outside_of_the_cache(where: str, hub: Hub, tmp_path: Path) -> None:
+    hub.odd[where] = "../../../../outside"
+    with _served(hub) as endpoint:
+        result = _mint(tmp_path, endpoint, "models", "pull", NAME)
+    assert result.returncode == 1 and "HF_ENDPOINT" in result.stderr and "Traceback" not in result.stderr
+    assert not list(tmp_path.rglob("outside*")) and not hub.asked
 
 
 @pytest.mark.parametrize("silent", ["/api/", "/tree/"])

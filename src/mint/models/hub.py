@@ -105,6 +105,8 @@ def _snapshot(name: str, revision: str | None, *, dry_run: bool) -> Any:
             ignore_patterns=list(HUB_COPIES),
             dry_run=dry_run,
         )
+    except MintError:
+        raise
     except Exception as error:  # its HTTP library's errors are not part of its interface
         cause = error.__cause__ if isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError) else None
         raise _refusal(name, revision, constants.ENDPOINT, cause or error) from error
