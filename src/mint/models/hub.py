@@ -1,6 +1,6 @@
 """Downloads base models from the Hugging Face hub into its standard cache, where `registry.resolve` finds them.
 
-`huggingface_hub` downloads, resumes and retries, and reads the user's settings: HF_TOKEN, HF_ENDPOINT (a mirror),
+`huggingface_hub` downloads and retries, and reads the user's settings: HF_TOKEN, HF_ENDPOINT (a mirror),
 HF_HUB_OFFLINE, HF_HOME. Here: what is worth downloading, whether it fits, whether it arrived whole, and plain errors.
 """
 
@@ -60,7 +60,8 @@ def plan_download(name: str, revision: str | None = None) -> Download:
 def download(plan: Download) -> Path:
     """Downloads, with progress bars on stderr, and checks the result; returns the folder in the cache.
 
-    What an earlier, interrupted download has fetched is not fetched again.
+    Files that an earlier, interrupted download has finished are not fetched again. One that it has begun is: the library
+    gives each try of a file a name of its own.
 
     Raises:
         InvalidRequestError: the disk has too little space, or the model has no weights as safetensors.
