@@ -14,10 +14,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_models import write_model
+
+from mint.errors import InvalidRequestError
+from mint.models.hub import Download, download, plan_download
 
 COMMIT = "a" * 40
 NAME = "lab/small"
@@ -218,8 +222,14 @@ def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(hub: Hub, tmp_
 
 @pytest.mark.parametrize(
     ("name", "status", "said"),
-    [(NAME, 401, "set HF_TOKEN"), ("lab/nothing", 200, "lab/nothing"), ("no/such/name", 200, "organisation/model")],
-    ids=["gated", "unknown", "odd"],
+    [
+        (NAME, 401, "set HF_TOKEN"),
+        ("lab/nothing", 200, "lab/nothing"),
+        ("no/such/name", 200, "organisation/model"),
+        (NAME, 404, "Check the name"),
+        (NAME, 403, "HF_TOKEN"),
+    ],
+    ids=["gated", "unknown", "odd", "plain 404", "plain 403"],
 )
 def test_what_cannot_be_had_is_said_in_one_sentence(
     name: str, status: int, said: str, hub: Hub, tmp_path: Path
@@ -246,6 +256,27 @@ def test_who_wants_no_download_is_told_what_else_there_is(hub: Hub, tmp_path: Pa
     os.close(terminal)
     assert result.returncode == 1 and f"base_model = {NAME}: is not on this machine" in result.stderr
     assert f"mint models pull {NAME}" in result.stderr and "base_model=mint/tiny" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("models", "pull"), ("train", "rl", "task=math", "steps=0")])
+def test_an_endpoint_that_is_no_address_is_named(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    name = NAME if arguments[0] == "models" else f"base_model={NAME}"
+    result = _mint(tmp_path, "http://[::1", *arguments, name)
+    assert result.returncode == 1 and "HF_ENDPOINT" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_name_that_is_a_folder_here_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir(parents=True)
+    with pytest.raises(InvalidRequestError, match="folder here"):
+        plan_download(NAME)
+
+
+def test_a_small_disk_is_described_in_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3_000_000))
+    with pytest.raises(InvalidRequestError, match=r"needs 4\.5 MB, and .* has 3\.0 MB left"):
+        download(Download(NAME, None, 1, 4_500_000))
 
 
 def test_without_a_network_the_error_has_the_command_for_another_machine(tmp_path: Path) -> None:

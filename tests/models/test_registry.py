@@ -24,6 +24,15 @@ def test_a_folder_is_its_own_name(folder: Path) -> None:
     assert resolve(str(folder), {}) == folder
 
 
+def test_a_folder_with_an_adapter_names_its_base_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "lab/base"}')
+    with pytest.raises(InvalidRequestError, match="an adapter of lab/base"):
+        resolve(str(tmp_path), {})
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(InvalidRequestError, match="an adapter, not"):
+        resolve(str(tmp_path), {})
+
+
 def test_an_alias_may_name_a_folder_or_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "INDEX_MODELS", {})  # a slow test fetches them
     aliases = {"Qwen/Qwen3-0.6B": "mine", "mine": str(folder)}

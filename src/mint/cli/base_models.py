@@ -80,15 +80,14 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
 
 
 def _plan(name: str, revision: str | None) -> Download | IndexModel:
-    from huggingface_hub import constants
-
     from mint.models.hub import HubUnreachableError, plan_download
+    from mint.models.hub_client import hub_settings
     from mint.models.package_index import INDEX_MODELS
 
     try:
         return plan_download(name, revision)
     except HubUnreachableError:
-        if constants.HF_HUB_OFFLINE or revision is not None or name not in INDEX_MODELS:
+        if hub_settings().HF_HUB_OFFLINE or revision is not None or name not in INDEX_MODELS:
             raise
         return INDEX_MODELS[name]
 

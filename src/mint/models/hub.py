@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import CheckpointError, InvalidRequestError, MintError, UnknownBaseModelError
-from mint.models.hub_client import use_careful_client
+from mint.models.hub_client import hub_settings, use_careful_client
 from mint.models.registry import HUB_COPIES, HUB_FILES, missing_files
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -49,6 +49,13 @@ def plan_download(name: str, revision: str | None = None) -> Download:
         HubUnreachableError: the hub cannot be reached.
     """
     if not is_hub_name(name):
+        if _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                "is also a file or folder here, which comes before the hub",
+                field="model",
+                value=name,
+                remedy="Run the command in another folder",
+            )
         raise InvalidRequestError(
             "is no name of the hub", field="model", value=name, remedy="Write it as organisation/model"
         )
@@ -60,22 +67,20 @@ def plan_download(name: str, revision: str | None = None) -> Download:
 def download(plan: Download) -> Path:
     """Downloads, with progress bars on stderr, and checks the result; returns the folder in the cache.
 
-    Files that an earlier, interrupted download has finished are not fetched again. One that it has begun is: the library
-    gives each try of a file a name of its own.
+    Files that an earlier, interrupted download has finished are not fetched again. One that it has only begun is: the
+    library gives each try of a file a name of its own.
 
     Raises:
         InvalidRequestError: the disk has too little space, or the model has no weights as safetensors.
         CheckpointError: a file arrived damaged; it is deleted.
         HubUnreachableError: as `plan_download`.
     """
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = Path(hub_settings().HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
     if plan.size_bytes > free:
         raise InvalidRequestError(
-            f"needs {plan.size_bytes / 1e9:.1f} GB, and {cache} has {free / 1e9:.1f} GB left",
+            f"needs {_size(plan.size_bytes)}, and {cache} has {_size(free)} left",
             field="model",
             value=plan.name,
             remedy="Make room, or set HF_HOME to a larger disk",
@@ -93,11 +98,15 @@ def download(plan: Download) -> Path:
     return folder
 
 
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.1f} MB"
+
+
 def _snapshot(name: str, revision: str | None, *, dry_run: bool) -> Any:
+    use_careful_client()
     # Deferred: 0.3 s, and absent from installs that use folders only.
     from huggingface_hub import constants, errors, snapshot_download
 
-    use_careful_client()
     try:
         return snapshot_download(
             name,
@@ -134,6 +143,13 @@ def _refusal(name: str, revision: str | None, endpoint: str, error: BaseExceptio
             field="revision",
             value=revision or "main",
             remedy=f"Name a branch, a tag or a commit that {endpoint}/{name} has, or leave it out",
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+        return UnknownBaseModelError(
+            f"cannot be had from {endpoint}, which answers {error.response.status_code}",
+            field="model",
+            value=name,
+            remedy="Check the name, the token in HF_TOKEN, and HF_ENDPOINT",
         )
     first = str(error).strip().split("\n")[0] or type(error).__name__
     return HubUnreachableError(

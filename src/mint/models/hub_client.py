@@ -10,6 +10,7 @@ says `../../name` would have a file written outside of the cache.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -24,16 +25,34 @@ _API = "/api/models/"
 _WAITS = ("connect", "read", "write", "pool")
 
 
+def hub_settings() -> Any:
+    """The module `huggingface_hub.constants`: what the library has read from the environment.
+
+    Raises:
+        InvalidRequestError: HF_ENDPOINT is no address, so that no part of the library can be imported.
+        ImportError: the library is not installed.
+    """
+    try:
+        from huggingface_hub import constants  # deferred: 0.3 s, and absent from installs that use folders only
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"is no address, or another variable of the hub is wrong ({error})",
+            field="HF_ENDPOINT",
+            value=os.environ.get("HF_ENDPOINT"),
+            remedy="Write it as https://HOST, or unset it",
+        ) from error
+    return constants
+
+
 @cache
 def use_careful_client() -> None:
     """Lets `huggingface_hub` ask with this client from now on, in all of this process."""
-    # Deferred: 0.3 s, and absent from installs that use folders only.
-    from huggingface_hub import constants, get_session, set_client_factory
+    patience_s = float(hub_settings().HF_HUB_DOWNLOAD_TIMEOUT)
+    from huggingface_hub import get_session, set_client_factory  # deferred as above
 
     made_by_library = get_session()
     client = type(made_by_library)  # of httpx or httpx2, as the version of the library has it
     before = made_by_library.event_hooks
-    patience_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
     def prepare(request: Any) -> None:
         # `timeout=None` of a request comes before the client's own timeout

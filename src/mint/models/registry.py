@@ -13,7 +13,9 @@ from pathlib import Path
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.models.gguf.folder import gguf_folder
+from mint.models.hub_client import hub_settings
 from mint.models.package_index import INDEX_MODELS
+from mint.models.peft_files import CONFIG_FILE
 
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 """The base models in the package."""
@@ -44,7 +46,8 @@ def resolve(name: str, aliases: Mapping[str, str], *, config_alone: bool = False
 
     Raises:
         UnknownBaseModelError: there is no base model of that name.
-        InvalidRequestError: the folder is incomplete, the GGUF file damaged, or an alias leads back to itself.
+        InvalidRequestError: the folder is incomplete or an adapter's, the GGUF file damaged, or an alias leads back to
+            itself.
     """
     target = _follow(name, aliases)
     folder = (
@@ -69,6 +72,7 @@ def resolve(name: str, aliases: Mapping[str, str], *, config_alone: bool = False
     if config_alone:
         missing = [name for name in missing if name == "config.json"]
     if missing:
+        _refuse_adapter(name, folder)
         raise InvalidRequestError(
             f"stands for {folder}, which lacks {', '.join(missing)}",
             field="base_model",
@@ -76,6 +80,23 @@ def resolve(name: str, aliases: Mapping[str, str], *, config_alone: bool = False
             remedy=_how_to_complete(folder),
         )
     return folder
+
+
+def _refuse_adapter(name: str, folder: Path) -> None:
+    """For a folder that PEFT has written: it has a LoRA, and names the base model that it belongs to."""
+    if not (folder / CONFIG_FILE).is_file() or (folder / "config.json").is_file():
+        return
+    try:
+        base = json.loads((folder / CONFIG_FILE).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    named = f" of {base}" if isinstance(base, str) and base else ""
+    raise InvalidRequestError(
+        f"is a folder with an adapter{named}, not with a base model",
+        field="base_model",
+        value=name,
+        remedy=f"Take {base if named else 'its base model'} as base_model. `mint checkpoints upload` takes the adapter",
+    )
 
 
 def _how_to_complete(folder: Path) -> str:
@@ -185,6 +206,7 @@ def _from_gguf(target: str) -> Path | None:
 
 def _cached_folder(target: str) -> Path | None:
     try:
+        hub_settings()
         # Deferred: 0.3 s, and absent from installs that use folders only.
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
