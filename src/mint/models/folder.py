@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mint.errors import InvalidRequestError
+from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.quantized_tensors import dequantized
+from mint.models.registry import INDEX_FILE, shard_names
 from mint.models.tensor_files import StoredTensor, open_tensors
 
 _TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -79,7 +80,8 @@ class ModelFolder:
 
         Raises:
             CheckpointError: a file is missing or damaged.
-            InvalidRequestError: they are quantized by another method than those in `quantized_tensors`.
+            InvalidRequestError: they are quantized by another method than those in `quantized_tensors`, or the index of
+            several files is damaged.
         """
         stored = self._stored_tensors()
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith(_FURTHER_TOKENS)}
@@ -93,11 +95,15 @@ class ModelFolder:
         }
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
-        index = self.path / "model.safetensors.index.json"
-        if (self.path / "model.safetensors").is_file() or not index.is_file():
-            return open_tensors(self.path / "model.safetensors")
-        shards = sorted(set(_read_json(index)["weight_map"].values()))
-        return {name: tensor for shard in shards for name, tensor in open_tensors(self.path / shard).items()}
+        one_file = "model.safetensors"
+        is_divided = not (self.path / one_file).is_file() and (self.path / INDEX_FILE).is_file()
+        found: dict[str, StoredTensor] = {}
+        for name in shard_names(self.path) if is_divided else [one_file]:
+            try:
+                found |= open_tensors(self.path / name)
+            except CheckpointError as error:
+                raise CheckpointError(error.message, remedy="Copy or download the model once more") from error
+        return found
 
 
 def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"cannot be read: {error}",
             field="base_model",

@@ -27,6 +27,9 @@ HUB_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 """What is left out of these: the weights once more in another layout, as Mistral (`consolidated`) and GPT-OSS
 (`original/`) publish them. They would double the download."""
 
+INDEX_FILE = "model.safetensors.index.json"
+"""Says which tensor is in which file, where a model has several."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
@@ -152,7 +155,11 @@ def _how_to_add(name: str) -> str:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files that a Hugging Face folder lacks to be usable here, in words."""
+    """The files that a Hugging Face folder lacks to be usable here, in words.
+
+    Raises:
+        InvalidRequestError: the index of its weights is damaged.
+    """
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     return [*missing, *_missing_weights(folder)]
 
@@ -160,14 +167,37 @@ def missing_files(folder: Path) -> list[str]:
 def _missing_weights(folder: Path) -> list[str]:
     if (folder / "model.safetensors").is_file():
         return []
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors (or model.safetensors.index.json with its shards)"]
+    if not (folder / INDEX_FILE).is_file():
+        return [f"model.safetensors (or {INDEX_FILE} with its shards)"]
+    return [shard for shard in shard_names(folder) if not (folder / shard).is_file()]
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The weight files that the index in `folder` names, sorted; they need not be there.
+
+    A folder may come from anyone, so that an index may not lead out of it.
+
+    Raises:
+        InvalidRequestError: the index is damaged, or names a file that is not directly in the folder.
+    """
+    path = folder / INDEX_FILE
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return ["a readable weight_map in model.safetensors.index.json"]
-    return sorted(shard for shard in shards if not (folder / shard).is_file())
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise _damaged(path, "has no weight_map that gives each tensor the name of its file")
+    for tensor, name in names.items():
+        # Only the name counts: a file in the cache of Hugging Face is a link to one elsewhere.
+        if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+            raise _damaged(path, f"gives the tensor {tensor} the file {name!r}, which is no name of a file beside it")
+    return sorted(set(names.values()))
+
+
+def _damaged(path: Path, problem: str) -> InvalidRequestError:
+    remedy = "Copy or download the model once more"
+    return InvalidRequestError(problem, field="base_model", value=str(path), remedy=remedy)
 
 
 def _follow(name: str, aliases: Mapping[str, str]) -> str:
