@@ -81,8 +81,8 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
 
 def _plan(name: str, revision: str | None) -> Download | IndexModel:
     from mint.models.hub import HubUnreachableError, plan_download
-    from mint.models.hub_client import hub_settings
     from mint.models.package_index import INDEX_MODELS
+    from mint.models.registry import hub_settings
 
     try:
         return plan_download(name, revision)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.models.gguf.folder import gguf_folder
-from mint.models.hub_client import hub_settings
 from mint.models.package_index import INDEX_MODELS
 from mint.models.peft_files import CONFIG_FILE
 
@@ -232,6 +232,24 @@ def _from_gguf(target: str) -> Path | None:
     except (OSError, ValueError, RuntimeError):
         return None
     return gguf_folder(path) if is_file else None
+
+
+def hub_settings() -> Any:
+    """The module `huggingface_hub.constants`: what the library has read from the environment.
+
+    Raises:
+        InvalidRequestError: HF_ENDPOINT is no address, so that no part of the library can be imported.
+        ImportError: the library is not installed.
+    """
+    try:
+        from huggingface_hub import constants  # deferred: 0.3 s, and absent from installs that use folders only
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"is no address, or another variable of the hub is wrong ({error})",
+            field="HF_ENDPOINT",
+            remedy="Write it as https://HOST, or unset it",
+        ) from error
+    return constants
 
 
 def _cached_folder(target: str) -> Path | None:
