@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from mint.errors import InvalidRequestError, NotFoundError, RequestFailedError, UnknownBaseModelError
+from mint.models.registry import BUNDLED
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import MessageEnv, MessageEnvAdapter, MessageStepResult, Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
@@ -112,6 +114,16 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def test_a_run_whose_tokenizer_is_damaged_leaves_no_folder(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(BUNDLED["mint/tiny"], base)
+    (base / "tokenizer.json").write_text("{}")
+    config = SMALL.changed(base_model=str(base), run_dir=tmp_path / "run")
+    with pytest.raises(InvalidRequestError, match="tokenizer that cannot be loaded"):
+        run_grpo(MathAdapter(seed=0), config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_whose_base_model_is_refused_leaves_no_folder(tmp_path: Path) -> None:

@@ -396,8 +396,29 @@ def test_without_transformers_a_model_has_this_tokenizer(tmp_path: Path) -> None
     with pytest.raises(NotFoundError, match="has no tokenizer that can be loaded"):
         load_tokenizer(str(tmp_path), "mint/tiny")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(NotFoundError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(str(tmp_path), "mint/tiny")
+
+
+DAMAGED = {
+    "no vocabulary": ("tokenizer.json", "{}"),
+    "no object": ("tokenizer.json", "[]"),
+    "a list as configuration": ("tokenizer_config.json", "[]"),
+    "a number as class": ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+    "a text as length": ("tokenizer_config.json", '{"model_max_length": "x"}'),
+    "too deep": ("tokenizer_config.json", "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_are_an_error_that_names_the_folder(case: str, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    name, text = DAMAGED[case]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidRequestError, match="tokenizer that cannot be loaded") as caught:
+        load_tokenizer(str(tmp_path), "mint/tiny")
+    assert str(tmp_path) in str(caught.value) and caught.value.remedy
 
 
 @pytest.mark.usefixtures("without_transformers")

@@ -77,15 +77,16 @@ def open_run(
             `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in MINT_HOME.
         MissingExtraError: the package of a tracker is not installed.
         UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
-            no folder is made.
+            or a tokenizer that cannot be loaded, no folder is made.
         RunInterrupted: the user has pressed Ctrl-C.
     """
     require_startable(config, resume=resume)
     with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
         trainer = None
         if config.run_dir is None or not is_run(config.run_dir):
-            # Before the folder is made: the service may refuse the base model.
+            # Before the folder is made: the service may refuse the base model, and its tokenizer may be damaged.
             trainer = make_trainer(service, config, None)
+            trainer.get_tokenizer()
         run_log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
         point = run_log.start(content, resume=resume)

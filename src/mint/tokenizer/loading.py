@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mint.errors import NotFoundError
+from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.tokenizer.prompt_ids import with_prompt_ids
 
 TOKENIZER_FILES = frozenset(
@@ -30,13 +30,18 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
 
     Raises:
         NotFoundError: `base_model` is neither a folder with a tokenizer nor a model in the local cache.
+        InvalidRequestError: the files of the tokenizer are damaged, or of a kind that the library does not know.
     """
     source = tokenizer_id if tokenizer_id and Path(tokenizer_id).is_dir() else base_model
     with _LOADING:  # two threads that import transformers at the same time can see it half imported
         if source not in _TOKENIZERS:
             try:
-                _TOKENIZERS[source] = _load(source)
-            except (OSError, ValueError) as error:
+                _TOKENIZERS[source] = _usable(_load(source))
+            except (MintError, ImportError):
+                raise
+            except Exception as error:  # the library checks little: a damaged file raises whatever it meets first
+                if (Path(source) / "tokenizer.json").is_file():
+                    raise _damaged(source, error) from error
                 raise NotFoundError(
                     f"has no tokenizer that can be loaded ({error})",
                     field="tokenizer_id",
@@ -44,6 +49,24 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
                     remedy="Name a folder with tokenizer.json, or a Hugging Face model in the local cache",
                 ) from error
         return _TOKENIZERS[source]
+
+
+def _usable(tokenizer: Any) -> Any:
+    """The tokenizer, if its longest text is a number: the library compares it with each text, and not before."""
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ValueError(f"model_max_length in tokenizer_config.json is {longest!r}, and no number")
+    return tokenizer
+
+
+def _damaged(source: str, error: Exception) -> InvalidRequestError:
+    cause = next(iter(str(error).strip().splitlines()), "")[:200]
+    return InvalidRequestError(
+        f"has a tokenizer that cannot be loaded ({type(error).__name__}: {cause})",
+        field="base_model",
+        value=source,
+        remedy="Write tokenizer.json and tokenizer_config.json of the folder again, with save_pretrained or a download",
+    )
 
 
 def _load(source: str) -> Any:
