@@ -325,7 +325,9 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidRequestError, match="transformers cannot load it"):
+    with pytest.raises(
+        InvalidRequestError, match=r"config\.json: transformers cannot make a causal language model of it"
+    ):
         _engine(tmp_path)
     assert not (tmp_path / "ran").exists()
 

@@ -28,14 +28,24 @@ def meta_model(folder: ModelFolder) -> PreTrainedModel:
             del config.quantization_config
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError, TypeError, RuntimeError, AttributeError) as error:
-        first = str(error).strip().split("\n")[0]
+    # Broad: transformers runs the code of one of hundreds of models on a configuration from anywhere, and any of it may
+    # fail: a division by zero, an attribute or index that is not there, endless recursion.
+    except Exception as error:
         raise InvalidRequestError(
-            f"is no causal language model that transformers knows: {first}",
+            f"transformers cannot make a causal language model of it: {first_line(error)}",
             field="base_model",
-            value=str(folder.path),
-            remedy="Name a base model that this server loads",
+            value=str(folder.path / "config.json"),
+            remedy="Give the config.json of a causal language model, as it was published",
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, with the kind of error where the message alone says little; the second line, too, where the first
+    one only announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    told = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    says_all = isinstance(error, (ValueError, OSError, ImportError)) and bool(told)
+    return told if says_all else f"{type(error).__name__}: {told}"
 
 
 def tensors_of_config(folder: ModelFolder) -> dict[str, StoredTensor]:

@@ -10,20 +10,19 @@ Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
 from mint.engine.bases.transformers_corrections import correct_steps, rotation_switch
+from mint.engine.bases.transformers_loading import load_model
 from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
@@ -34,8 +33,6 @@ from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.transfers import upload
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
-from mint.models.tensor_files import StoredTensor
-from mint.models.transformers_progress import without_progress
 
 
 @dataclass
@@ -69,13 +66,19 @@ class TransformersDecoder:
 
         Raises:
             InvalidRequestError: transformers does not know the architecture, or cannot load the folder.
+            CheckpointError: a weight file is damaged.
         """
         self.operations = operations
         self.device = operations.device
-        self._model = _load(folder, operations.dtype).to(operations.device)
+        self._model = load_model(folder, operations.dtype).to(operations.device)
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Linear):
-            raise _refused(folder.path, "its model has no linear output layer", "Choose a causal language model")
+            raise InvalidRequestError(
+                "its model has no linear output layer",
+                field="base_model",
+                value=str(folder.path),
+                remedy="Choose a causal language model",
+            )
         self._unembedding = unembedding
         self.vocab_size = int(unembedding.weight.shape[0])
         self._lora: LoraWeights | None = None
@@ -261,54 +264,6 @@ class _AddLora:
         return output + (product * lora.scale).to(output.dtype)
 
 
-def _load(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
-    path = folder.path
-    tensors = {} if folder.quantization is None else folder.tensors()  # refuses quantizations that mint does not read
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        with without_progress():
-            if folder.quantization is None:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=config,
-                    dtype=dtype,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-            else:
-                loaded = _load_tensors(config, tensors, dtype)
-    except (ValueError, KeyError, OSError, ImportError, TypeError, RuntimeError, AttributeError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise _refused(
-            path, f"transformers cannot load it: {first}", "Give a complete folder of a causal model"
-        ) from error
-    model: PreTrainedModel = loaded[0]
-    report = loaded[1]
-    lacking = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
-    if lacking:  # transformers would go on with random numbers in their place
-        raise _refused(path, f"lacks the tensor {lacking[0]}, or has another shape of it", "Give a complete folder")
-    model.requires_grad_(False)
-    for module in model.modules():  # a lora is trained without dropout
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            vars(module)["attention_dropout"] = 0.0
-    return model.eval()
-
-
-def _load_tensors(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
-    """The same from tensors that mint has dequantized: transformers' own way needs packages of each method."""
-    del config.quantization_config
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # only for its class
-    state = {name: tensor.read() for name, tensor in tensors.items()}
-    return type(empty).from_pretrained(
-        None, config=empty.config, state_dict=state, dtype=dtype, output_loading_info=True
-    )
-
-
 def _pad_right(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers in a padded grid [S, T] of sequences, and a mask of the real rows, bool [S, T].
 
@@ -338,7 +293,3 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
             value = list((value if isinstance(value, dict) else vars(value)).values())
         for part in value:
             yield from _tensors_in(part, seen)
-
-
-def _refused(path: Path, problem: str, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(problem, field="base_model", value=str(path), remedy=remedy)
