@@ -14,24 +14,38 @@ _MLP_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe", "fc1
 _SKIPPED = ("router", "gate")
 """Last names of layers that choose experts: they are not trained, as in PEFT's recipes."""
 
+_SAME_PRODUCT = ("FalconLinear",)
+"""Classes that compute a linear layer's product in a forward of their own. Others compute something else, of groups of
+their inputs (DeepSeek-V4's `o_a_proj`), to which the product of a lora cannot be added."""
+
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers that can have a lora, by their PEFT module names, in the model's order; the unembedding is last.
 
-    Experts whose matrices are stored in one tensor are no linear layers, and stay frozen.
+    Experts whose matrices are stored in one tensor are no linear layers, and stay frozen, as are layers with a forward
+    of their own.
     """
     unembedding = model.get_output_embeddings()
     decoder = model.get_decoder()
+    if decoder is unembedding:  # ModernBERT's output layer has the name `decoder`, by which transformers looks
+        decoder = model.base_model
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        if _adds_to_its_product(module)
         and name.startswith(f"{prefix}." if prefix else "")
         and module is not unembedding
         and name.rsplit(".", 1)[-1] not in _SKIPPED
     }
     return layers if unembedding is None else {**layers, UNEMBED: unembedding}
+
+
+def _adds_to_its_product(module: nn.Module) -> bool:
+    """Whether a lora's product can be added to what the layer gives."""
+    if not isinstance(module, nn.Linear):
+        return isinstance(module, Conv1D)
+    return type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_PRODUCT
 
 
 def part_of(name: str) -> str:
