@@ -131,6 +131,9 @@ def test_a_damaged_weight_file_is_refused_by_name(damage: Callable[[bytes], byte
         {"vocab_size": 10**12},
         {"num_hidden_layers": None},
         {"pad_token_id": 10**6},
+        {"sliding_window": None},
+        {"quantization_config": "fp8"},
+        {"quantization_config": [1]},
     ],
 )
 def test_a_configuration_that_transformers_cannot_take_is_refused_with_the_folder(

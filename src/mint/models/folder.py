@@ -38,11 +38,19 @@ class ModelFolder:
         """Reads the configuration files.
 
         Raises:
-            InvalidRequestError: config.json is missing or is not a JSON object, or its end tokens are no token ids.
+            InvalidRequestError: config.json is missing or is not a JSON object, its quantization_config is
+                none, or its end tokens are no token ids.
         """
         self.path = path
         self.config = _read_json(path / "config.json")
         self.quantization: dict[str, Any] | None = self.config.pop("quantization_config", None)
+        if not isinstance(self.quantization, dict | None):
+            raise InvalidRequestError(
+                "has a quantization_config that is not an object",
+                field="base_model",
+                value=str(path / "config.json"),
+                remedy="Give the config.json that belongs to the weights, as it was published",
+            )
         architecture = _TEXT_MODELS.get(str(self.config.get("model_type")))
         self._has_images = architecture is not None and "text_config" in self.config
         if self._has_images:

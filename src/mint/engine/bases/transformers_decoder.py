@@ -244,8 +244,8 @@ class TransformersDecoder:
                 hidden = self._model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
                 logits = self._model(input_ids=tokens, use_cache=False).logits
                 return bool(torch.equal(self._unembedding(hidden), logits))
-            except (AttributeError, TypeError, RuntimeError):
-                return False
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+                return False  # `measure` says so of a model that cannot run at all
 
 
 class _AddLora:
