@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("rms_norm_eps", float("nan")), ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", "yarn"),
         ("rope_parameters", [1]), ("rope_parameters", 3), ("rope_theta", float("nan")), ("rope_theta", float("inf")),
         ("rope_theta", 10**309), ("layer_types", 3), ("layer_types", [[1]]), ("layer_types", "full_attention"),
+        ("num_hidden_layers", 10**7), ("max_position_embeddings", 10**15), ("max_position_embeddings", -1),
         ("num_hidden_layers", True), ("vocab_size", True), ("num_hidden_layers", 1.0),
         ("rope_parameters", {**YARN, "mscale": "x", "mscale_all_dim": 1.0}),
     ],
@@ -353,6 +355,31 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path)
             TorchEngine(device="cpu").load_base("base", str(tmp_path))
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=r"cannot be read"):
+        TorchEngine(device="cpu").load_base("base", str(tmp_path))
+
+
+@pytest.mark.parametrize(("number", "name"), [(float("nan"), "model.norm.weight"), (float("inf"), "layers.1.mlp.up")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, number: float, name: str) -> None:
+    write_model(tmp_path, "tied")
+    path = tmp_path / "model.safetensors"
+    whole, metadata = read_tensors(path)
+    [own] = [own for own in whole if name in own]
+    damaged = whole[own].copy()
+    damaged.flat[-1] = number
+    write_tensors(path, {**whole, own: damaged}, metadata)
+    with pytest.raises(CheckpointError, match=rf"the tensor {re.escape(own)} has numbers that are not finite"):
+        TorchEngine(device="cpu").load_base("base", str(tmp_path))
+
+
+def test_an_unembedding_that_is_written_twice_is_the_embedding_or_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    path = tmp_path / "model.safetensors"
+    whole, metadata = read_tensors(path)
+    embedding = whole["model.embed_tokens.weight"]
+    write_tensors(path, {**whole, "lm_head.weight": embedding}, metadata)
+    TorchEngine(device="cpu").load_base("base", str(tmp_path))
+    write_tensors(path, {**whole, "lm_head.weight": embedding + np.float32(1)}, metadata)
+    with pytest.raises(InvalidRequestError, match=r"tie_word_embeddings = True: .*Set it to false"):
         TorchEngine(device="cpu").load_base("base", str(tmp_path))
 
 

@@ -38,6 +38,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "head_dim": 64, "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0,
                                             "truncate": False, "attention_factor": 1.3,
                                             "original_max_position_embeddings": 4096}},
+    "YaRN with the length at the top level": {
+        "head_dim": 128, "original_max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                            "original_max_position_embeddings": 32768}},
+    "Llama 3 with the length at the top level": {
+        "head_dim": 128, "original_max_position_embeddings": 4096,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192}},
 }  # fmt: skip
 
 

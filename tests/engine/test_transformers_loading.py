@@ -112,7 +112,7 @@ def test_a_damaged_weight_file_is_refused_by_name(damage: Callable[[bytes], byte
     write_other_model(tmp_path, "gemma2")
     file = tmp_path / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read.*download the model once more"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read.*download the model again"):
         _load(tmp_path)
 
 

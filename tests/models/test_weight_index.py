@@ -47,7 +47,7 @@ def test_an_index_that_is_damaged_or_leads_out_of_the_folder_is_refused(index: s
     save_file({"x": torch.ones(2)}, tmp_path / "outside.safetensors")
     folder = _folder(tmp_path / "model", index)
     for open_folder in (lambda: resolve(str(folder), {}), ModelFolder(folder).tensors):
-        with pytest.raises(InvalidRequestError, match=r"model\.safetensors\.index\.json.*download the model once more"):
+        with pytest.raises(InvalidRequestError, match=r"model\.safetensors\.index\.json.*download the model again"):
             open_folder()
 
 
@@ -63,5 +63,5 @@ def test_a_file_of_the_folder_may_be_a_link_to_one_elsewhere(tmp_path: Path) -> 
 def test_a_damaged_weight_file_is_named_with_what_to_do(content: bytes, tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", _index("a.safetensors"))
     (folder / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read.*download the model once more"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read.*download the model again"):
         ModelFolder(folder).tensors()

@@ -110,7 +110,7 @@ class ModelFolder:
             try:
                 found |= open_tensors(self.path / name)
             except CheckpointError as error:
-                raise CheckpointError(error.message, remedy="Copy or download the model once more") from error
+                raise CheckpointError(error.message, remedy="Copy or download the model again") from error
         return found
 
 

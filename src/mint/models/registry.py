@@ -196,7 +196,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def _damaged(path: Path, problem: str) -> InvalidRequestError:
-    remedy = "Copy or download the model once more"
+    remedy = "Copy or download the model again"
     return InvalidRequestError(problem, field="base_model", value=str(path), remedy=remedy)
 
 

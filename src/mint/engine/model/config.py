@@ -14,6 +14,10 @@ from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
 
+MOST_LAYERS = 1 << 12
+MOST_POSITIONS = 1 << 24
+"""More is an error of the file. What is made for each layer and position would take gigabytes."""
+
 ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
 
@@ -426,12 +430,12 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     key_value_heads = _size(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
         raise _unsupported("num_key_value_heads", key_value_heads, f"a divisor of the {heads} query heads")
-    layers = _size(config, "num_hidden_layers")
+    layers = _size(config, "num_hidden_layers", most=MOST_LAYERS)
     hidden = _width(config, "hidden_size")
     head_dim = _width(config, "head_dim", default=hidden // heads)
     residual, scales = _scales(config, hidden, head_dim)
     windowed = _windowed_layers(config, layers)
-    context = _size(config, "max_position_embeddings")
+    context = _size(config, "max_position_embeddings", most=MOST_POSITIONS)
     experts = None if family.experts is None else _experts(config, layers, family.experts)
     return DecoderConfig(
         model_type=model_type,
@@ -580,10 +584,7 @@ def _scales(config: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[floa
 
 
 def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> YarnScaling:
-    original = _positive(
-        f"{place}.original_max_position_embeddings",
-        rope.get("original_max_position_embeddings", config.get("max_position_embeddings")),
-    )
+    original = _positive(*_original_context(config, place, rope, config.get("max_position_embeddings")))
     factor = rope.get("factor")
     if factor is None:
         factor = config.get("max_position_embeddings", 0) / original
@@ -604,6 +605,16 @@ def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> Yar
         attention_factor=_positive(f"{place}.attention_factor", attention),
         truncate=bool(rope.get("truncate", True)),
     )
+
+
+def _original_context(
+    config: Mapping[str, Any], place: str, rope: Mapping[str, Any], default: object = None
+) -> tuple[str, object]:
+    """The longest sequence before scaling, behind its name. At the top level it comes first, as in transformers."""
+    key = "original_max_position_embeddings"
+    if config.get(key) is not None and "." not in place:  # where layers have scalings of their own, it is not read
+        return key, config[key]
+    return f"{place}.{key}", rope.get(key, default)
 
 
 def _magnitude(factor: float, scale: float) -> float:
@@ -665,8 +676,11 @@ def _rope(config: Mapping[str, Any], place: str, rope: Mapping[str, Any], theta:
         return Rope(theta, LinearScaling(_positive(f"{place}.factor", rope.get("factor"))))
     if kind == "yarn":
         return Rope(theta, _yarn(config, place, rope))
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = Llama3Scaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = Llama3Scaling(
+        **{name: _positive(f"{place}.{name}", rope.get(name)) for name in names},
+        original_max_position_embeddings=_positive(*_original_context(config, place, rope)),
+    )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise _unsupported(f"{place}.low_freq_factor", scaling.low_freq_factor, "below high_freq_factor")
     return Rope(theta, scaling)
@@ -695,11 +709,13 @@ def _list(config: Mapping[str, Any], key: str) -> list[Any]:
     return value or []
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, most: int | None = None) -> int:
     size = config.get(key)
     size = default if size is None else size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise _unsupported(key, size, "a positive whole number")
+    if most is not None and size > most:
+        raise _unsupported(key, size, f"at most {most}")
     return size
 
 

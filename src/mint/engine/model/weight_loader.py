@@ -32,7 +32,7 @@ from mint.engine.quantized.number_formats import (
     keep_mxfp4,
     quantize,
 )
-from mint.errors import InvalidRequestError
+from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.quantized_tensors import Fp8Tensor, Mxfp4Tensor
 from mint.models.tensor_files import StoredTensor
 
@@ -117,7 +117,7 @@ class _Loader:
         embedding = self.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
         final_norm = self.norm("model.norm.weight", config.hidden_size) * config.scales.logits
         if config.tie_word_embeddings:
-            self.ignore("lm_head.weight")
+            self._ignore_equal("lm_head.weight", embedding)
             unembedding = embedding
         else:
             unembedding = self.take("lm_head.weight", (config.vocab_size, config.hidden_size), operations.dtype)
@@ -299,6 +299,11 @@ class _Loader:
 
     def _read(self, stored: StoredTensor, dtype: torch.dtype, part: int | None = None) -> Tensor:
         tensor: Tensor = stored.read(part)
+        if not _is_finite(tensor):
+            raise CheckpointError(
+                f"{stored.path}: the tensor {stored.name} has numbers that are not finite",
+                remedy="Copy or download the model again, or take an earlier checkpoint of it",
+            )
         # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
         return tensor.to(device=self._operations.device, dtype=dtype, copy=True)
 
@@ -309,6 +314,16 @@ class _Loader:
     def ignore(self, name: str) -> None:
         self._left.pop(name, None)
 
+    def _ignore_equal(self, name: str, other: Tensor) -> None:
+        """Leaves out a tensor that some files have once more."""
+        if name in self._left and not torch.equal(self.take(name, tuple(other.shape), other.dtype), other):
+            raise InvalidRequestError(
+                f"says that {name} is model.embed_tokens.weight, and the file has another matrix of this name",
+                field="config.json tie_word_embeddings",
+                value=True,
+                remedy="Set it to false in config.json, so that both matrices are used",
+            )
+
     def finish(self) -> None:
         if self._left:
             raise self._unfit(min(self._left), f"is not part of a {self._config.family.name} model")
@@ -316,3 +331,11 @@ class _Loader:
     def _unfit(self, name: str, what: str) -> InvalidRequestError:
         remedy = f"Give an unmodified {self._config.family.name} folder of Hugging Face"
         return InvalidRequestError(f"tensor {name} {what}", field="base_model", remedy=remedy)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are; one pass without a copy, through which NaN and infinity reach the extremes."""
+    if not tensor.numel():
+        return True
+    least, most = tensor.aminmax()
+    return bool(torch.isfinite(least) & torch.isfinite(most))
