@@ -159,7 +159,10 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     answer = row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise InvalidRequestError(
-            "is not a text or a number", field=f"{where}: answer", value=answer, remedy="Give the right answer as text"
+            "is not a text or a number",
+            field=f"{where}: answer",
+            value="null" if answer is None else answer,
+            remedy="Give the right answer as text",
         )
     if grader == "regex":
         _check_pattern(str(answer), where)
