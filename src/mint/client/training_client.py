@@ -351,7 +351,7 @@ class TrainingClient:
 def _contents(
     parts: Sequence[list[Datum]], loss_fn: str = "cross_entropy", config: LossConfig | None = None
 ) -> list[ForwardBackwardInput]:
-    """What the requests of one call hold, one for each part."""
+    """The contents of the requests of one call, one for each part."""
     settings = None
     if config is not None:
         settings = {key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()}

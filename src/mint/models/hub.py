@@ -222,7 +222,7 @@ def _require_hashes(response: Any) -> None:
 
 
 def _names(response: Any) -> Iterator[Any]:
-    """What the library takes from an answer to name files or folders."""
+    """The values of an answer by which the library names files or folders."""
     headers = response.headers
     # The library follows a redirect within the hub, and takes names only from what is behind it.
     goes_on = response.is_redirect and not urlsplit(headers["Location"]).netloc

@@ -1,4 +1,4 @@
-"""What is wrong with a request before it is sent, as a `MintError` that names field, value and remedy.
+"""Checks requests before they are sent. Its errors are `MintError`s that name field, value and remedy.
 
 Knows no route and no meaning of a request.
 """

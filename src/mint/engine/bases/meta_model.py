@@ -40,8 +40,8 @@ def meta_model(folder: ModelFolder) -> PreTrainedModel:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, with the kind of error where the message alone says little; the second line, too, where the first
-    one only announces it."""
+    """The first line of an error's message, and the second where the first only announces it. The kind of error stands
+    before it where the message alone says little."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     told = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     says_all = isinstance(error, (ValueError, OSError, ImportError)) and bool(told)

@@ -34,7 +34,7 @@ _LEFT_OUT = re.compile(
 """Tensors of published files that no causal model of transformers reads, beside those that its classes name."""
 
 _WRAPPERS = frozenset({"model", "language_model", "text_model"})
-"""What stands before the names of a text model in a model of texts and images."""
+"""Prefixes of the names of a text model's tensors in a model of texts and images."""
 
 
 def load_model(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says that transformers' reader passes over: parts, layers, scaling of positions.
+"""Reads what transformers passes over in the header of a GGUF file: parts, layers, scaling of positions.
 
 Knows the keys of the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and no model.
 """
