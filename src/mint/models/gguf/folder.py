@@ -78,17 +78,11 @@ def _convert(file: Path, folder: Path) -> None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **given)
         model, found = loaded
     except InvalidRequestError as error:
-        raise InvalidRequestError(
-            f"cannot be read as a GGUF model: {error}", field="base_model", value=str(file)
-        ) from error
+        raise _unreadable(file, str(error)) from error
     except Exception as error:  # damaged files give errors of every kind; the tokenizers' are plain exceptions
         first = str(error).strip().split("\n")[0]
-        raise InvalidRequestError(
-            f"cannot be read as a GGUF model: {first}",
-            field="base_model",
-            value=str(file),
-            remedy="Give an undamaged file of an architecture that transformers reads, or a Hugging Face folder",
-        ) from error
+        remedy = "Give an undamaged file of an architecture that transformers reads, or a Hugging Face folder"
+        raise _unreadable(file, first, remedy) from error
     _require_all_loaded(file, found)
     _require_nothing_left(file, header, model)
     folder.mkdir()
@@ -116,11 +110,8 @@ def _require_all_loaded(file: Path, found: dict[str, Any]) -> None:
     missing = sorted({*found["missing_keys"], *map(str, found["mismatched_keys"])})
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InvalidRequestError(
-            f"cannot be read as a GGUF model: it lacks the tensor {missing[0]}{more}",
-            field="base_model",
-            value=str(file),
-            remedy="Give a complete file, or a Hugging Face folder",
+        raise _unreadable(
+            file, f"it lacks the tensor {missing[0]}{more}", "Give a complete file, or a Hugging Face folder"
         )
 
 
@@ -133,12 +124,8 @@ def _require_nothing_left(file: Path, header: GgufHeader, model: Any) -> None:
     tensors = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     left = header.parameters - sum(tensors.values())
     if left > 0:
-        raise InvalidRequestError(
-            f"cannot be read as a GGUF model: transformers leaves out {left} numbers of it",
-            field="base_model",
-            value=str(file),
-            remedy="Give the Hugging Face folder of this model",
-        )
+        remedy = "Give the Hugging Face folder of this model"
+        raise _unreadable(file, f"transformers leaves out {left} numbers of it", remedy)
 
 
 def _scale_positions(config: dict[str, Any], scaling: dict[str, Any]) -> None:
@@ -146,3 +133,8 @@ def _scale_positions(config: dict[str, Any], scaling: dict[str, Any]) -> None:
     parameters: dict[str, Any] = config["rope_parameters"]
     of_layers = parameters.get("full_attention", parameters)
     of_layers |= scaling
+
+
+def _unreadable(file: Path, problem: str, remedy: str | None = None) -> InvalidRequestError:
+    message = f"cannot be read as a GGUF model: {problem}"
+    return InvalidRequestError(message, field="base_model", value=str(file), remedy=remedy)

@@ -26,7 +26,6 @@ _SCALING_KEYS = {
 }
 """Keys below `rope.scaling`, and how Hugging Face calls them."""
 
-
 _WRITE_IT_TWICE = ("falcon", "bloom")
 """Architectures whose files have an unembedding that is the embedding once more."""
 

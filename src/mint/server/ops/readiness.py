@@ -20,7 +20,7 @@ STUCK_AFTER_S = 600.0
 """Long, because a training step of a large model takes its time; the worker answers between two requests."""
 
 LANES: tuple[Literal["training", "sampling"], ...] = ("training", "sampling")
-"""Of an engine with one lane, both are the same thread."""
+"""An engine with one lane has one thread for both."""
 
 CHECK_AGE_S = 1.0
 WRITE_TIMEOUT_S = 5.0
