@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     batch_invariant: bool | None = None
     gpu_off: Annotated[str, AfterValidator(_gpu_paths)] = ""
     device: Literal["cpu", "cuda", "mps"] | None = None
-    instructions: Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
+    instructions: Literal["avx512-amx", "avx512-bf16", "avx512", "avx2", "neon", "portable"] | None = None
     cluster: Cluster | None = None
     trainers: int = Field(2, ge=1, le=64)
     samplers: int = Field(0, ge=0, le=64)

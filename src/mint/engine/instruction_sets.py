@@ -6,12 +6,19 @@ same kernel.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from mint.errors import InvalidRequestError
+
+_ARCH_PRCTL = 158
+"""The number of the system call on x86-64."""
+
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class InstructionSet:
     machines: frozenset[str]
     features: frozenset[str]
     flags: tuple[str, ...]
+    has_matrix_registers: bool = False
+    """Whether it is for AMX, whose registers a process must ask Linux for."""
 
 
 _X86 = frozenset({"x86_64", "AMD64"})
@@ -32,13 +41,18 @@ _AVX2_FLAGS = ("-mavx2", "-mfma", "-mbmi", "-mbmi2", "-mf16c", "-mmovbe")
 _AVX512_FEATURES = _AVX2_FEATURES | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 
+_HALVES_FEATURES = _AVX512_FEATURES | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}
+_HALVES_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi")
+
 SETS = (
     InstructionSet(
-        "avx512-bf16",
+        "avx512-amx",
         _X86,
-        _AVX512_FEATURES | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
+        _HALVES_FEATURES | {"amx_tile", "amx_bf16"},
+        (*_HALVES_FLAGS, "-mamx-tile", "-mamx-bf16"),
+        has_matrix_registers=True,
     ),
+    InstructionSet("avx512-bf16", _X86, _HALVES_FEATURES, _HALVES_FLAGS),
     InstructionSet("avx512", _X86, _AVX512_FEATURES, _AVX512_FLAGS),
     InstructionSet("avx2", _X86, _AVX2_FEATURES, _AVX2_FLAGS),
     InstructionSet("neon", _ARM, frozenset(), ()),
@@ -73,7 +87,18 @@ def sets_of_machine() -> list[InstructionSet]:
 
 
 def _is_present(own: InstructionSet) -> bool:
-    return own in sets_of_machine() and own.features <= _features()
+    if own not in sets_of_machine() or not own.features <= _features():
+        return False
+    return not own.has_matrix_registers or _may_use_matrix_registers()
+
+
+@cache
+def _may_use_matrix_registers() -> bool:
+    """Whether Linux lets this process use the registers of AMX, which it does from the first time on that it is asked.
+
+    See `Documentation/arch/x86/xstate.rst` of Linux. Sandboxes may name the instructions and not have this call.
+    """
+    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 @cache

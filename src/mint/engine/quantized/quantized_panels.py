@@ -25,7 +25,7 @@ OFFSET = -0x7F7F7F80
 """The words of int8 and of its codes plus 128 differ by these bits: 0x80808080."""
 
 
-PAIRED = frozenset({"avx512", "avx512-bf16"})
+PAIRED = frozenset({"avx512", "avx512-bf16", "avx512-amx"})
 """Sets of instructions whose kernels read codes of fp8 in pairs of inputs."""
 
 

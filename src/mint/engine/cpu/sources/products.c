@@ -6,6 +6,7 @@
    A result is one sum over the inputs in order, whatever the number of rows, the tile that they are computed in, or the
    thread: bits of a row are a function of that row alone. */
 
+#include "amx.h"
 #include "calls.h"
 #include "product_tiles.h"
 
@@ -115,6 +116,39 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
     return 0;
 }
 
+#ifdef __AMX_BF16__
+#define AMX_WORDS 512  /* of a row: 32 rows stay in the first cache, and */
+#define AMX_PANELS 32  /* so many panels in the second one */
+#define AMX_ROUNDED 1024 /* rows that are rounded at a time */
+
+/* `product_floats` of a bfloat16 matrix and rows that are bfloat16, or are rounded to it. */
+int product_halves(const Product *in, int64_t first, int64_t last) {
+    const int64_t outputs = in->outputs, all = in->inputs / 2, most = in->half ? in->rows : AMX_ROUNDED;
+    const int64_t block = in->rows < most ? in->rows : most;
+    int32_t *rounded = in->half ? 0 : malloc(4 * block * all);
+    if (!in->half && !rounded) return 2;
+    for (int64_t start = 0, rows; start < in->rows; start += rows) {
+        rows = in->rows - start < block ? in->rows - start : block;
+        for (int64_t r = 0; r < rows && !in->half; r++)
+            round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * all);
+        const int32_t *x = in->half ? (const int32_t *)in->x : rounded;
+        for (int64_t p = first, end; p < last; p = end) {
+            end = last - p < AMX_PANELS ? last : p + AMX_PANELS;
+            for (int64_t i = 0; i < all; i += AMX_WORDS) {
+                AmxProduct own = {x + i, all, in->packed + i * LANES, all * LANES, all - i < AMX_WORDS ? all - i : AMX_WORDS,
+                                  in->out + start * outputs, outputs, i > 0};
+                multiply_amx(&own, rows, p, end);
+            }
+            for (int64_t r = start; r < start + rows && in->residual; r++)
+                for (int64_t at = r * outputs + p * LANES; at < r * outputs + end * LANES; at += LANES)
+                    put(in->out + at, added(loaded(in->out + at), loaded(in->residual + at)));
+        }
+    }
+    if (in->rows && first < last) end_amx();
+    free(rounded);
+    return 0;
+}
+#else
 TILES(halves, 1)
 
 /* A row of bfloat16 as a `Piece` has it where numbers are multiplied one by one. */
@@ -144,3 +178,4 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
     free(rounded);
     return 0;
 }
+#endif

@@ -1,0 +1,108 @@
+/* Products of bfloat16 by the matrix registers of AMX: up to 32 rows and 2 panels of 16 outputs at once.
+
+   A register ("tile" in Intel's manual) holds 16 rows of 64 bytes. One instruction adds to 16 x 16 sums the products of
+   16 rows with 16 outputs over 32 inputs. Of a panel as products.c has them, the words of 32 inputs are such a register as
+   they lie. A row's sums are a function of that row alone, whatever the other rows of the register are.
+
+   `instruction_sets.py` asks Linux for the right to use these registers, once for the process. */
+
+#ifndef MINT_AMX
+#define MINT_AMX
+
+#ifdef __AMX_BF16__
+
+#include "tiles.h"
+
+#define AMX_ROWS 32 /* of the sums that the registers hold: registers 0 and 1 for the first 16, 2 and 3 for the others */
+
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((aligned(64))) AmxShapes;
+
+/* Sums of `rows` rows; sums run over `words` words, at most 16, at a time. Registers 4 and 5 are rows, 6 and 7 panels. */
+INLINE void begin_amx(int64_t rows, int64_t words) {
+    const int64_t first = rows < 16 ? rows : 16, second = rows - first;
+    AmxShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = first;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second ? second : first; /* no register may be empty */
+    shapes.row_bytes[4] = shapes.row_bytes[5] = 4 * words;
+    shapes.rows[6] = shapes.rows[7] = words;
+    /* the registers are read from memory by instructions of which the compiler does not know what they read */
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+}
+
+/* The processor may save less when it switches to another thread. */
+INLINE void end_amx(void) { _tile_release(); }
+
+/* out [rows, O] = or += x [rows, I] times panels, over `words` words of the inputs, a multiple of 16 or at most 16 in all.
+   Lengths are in words, or floats. */
+typedef struct {
+    const int32_t *x;
+    int64_t x_stride;
+    const int32_t *packed;
+    int64_t panel; /* from a panel to the next one */
+    int64_t words;
+    float *out;
+    int64_t out_stride;
+    int adds;
+} AmxProduct;
+
+/* For the rows from `r` on that `begin_amx` was told of, and one or two panels from `p` on. */
+INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p) {
+    const int64_t x_bytes = 4 * in->x_stride, out_bytes = 4 * in->out_stride;
+    const int32_t *x = in->x + r * in->x_stride, *later_x = x + 16 * in->x_stride;
+    const int32_t *panel = in->packed + p * in->panel, *next = panel + in->panel;
+    float *out = in->out + r * in->out_stride + p * LANES, *later = out + 16 * in->out_stride;
+    if (in->adds) {
+        _tile_loadd(0, out, out_bytes);
+        if (two_panels) _tile_loadd(1, out + LANES, out_bytes);
+        if (two_blocks) _tile_loadd(2, later, out_bytes);
+        if (two_blocks && two_panels) _tile_loadd(3, later + LANES, out_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t i = 0; i < in->words; i += LANES) {
+        _tile_loadd(6, panel + i * LANES, 64);
+        _tile_loadd(4, x + i, x_bytes);
+        if (two_panels) _tile_loadd(7, next + i * LANES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (two_blocks) _tile_loadd(5, later_x + i, x_bytes);
+        if (two_panels) _tile_dpbf16ps(1, 4, 7);
+        if (two_blocks) _tile_dpbf16ps(2, 5, 6);
+        if (two_blocks && two_panels) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_bytes);
+    if (two_panels) _tile_stored(1, out + LANES, out_bytes);
+    if (two_blocks) _tile_stored(2, later, out_bytes);
+    if (two_blocks && two_panels) _tile_stored(3, later + LANES, out_bytes);
+}
+
+/* The same for panels `first` to `last`. */
+INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t r, int64_t first, int64_t last) {
+    int64_t p = first;
+    for (; p + 2 <= last; p += 2) multiply_registers(two_blocks, 1, in, r, p);
+    if (p < last) multiply_registers(two_blocks, 0, in, r, p);
+}
+
+/* For all rows, and panels `first` to `last`. Between `begin_amx` and `end_amx` there is nothing else to do. */
+static void multiply_amx(const AmxProduct *in, int64_t rows, int64_t first, int64_t last) {
+    const int64_t words = in->words < LANES ? in->words : LANES, whole = rows / AMX_ROWS * AMX_ROWS;
+    if (whole) {
+        begin_amx(AMX_ROWS, words);
+        for (int64_t r = 0; r < whole; r += AMX_ROWS) multiply_panels(1, in, r, first, last);
+    }
+    if (whole < rows) {
+        begin_amx(rows - whole, words);
+        if (rows - whole > 16) multiply_panels(1, in, whole, first, last);
+        else multiply_panels(0, in, whole, first, last);
+    }
+}
+
+#endif
+#endif
