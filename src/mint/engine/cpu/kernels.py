@@ -19,7 +19,7 @@ from torch import Tensor
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.recording import present
 from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
-from mint.engine.memory.machine_memory import HugePages
+from mint.engine.memory.machine_memory import HugePages, huge_block
 from mint.errors import MissingExtraError
 
 HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
@@ -60,6 +60,13 @@ class NativeKernels:
         if memory is None:
             return torch.empty(*shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+    def empty_rows(self, rows: int, width: int) -> Tensor:
+        """Float32 [rows, width] whose numbers are not set yet, for a result; large ones lie on huge pages."""
+        memory = huge_block(4 * rows * width)
+        if memory is None:
+            return torch.empty(rows, width)
+        return torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
 
 
 def _load(library: Path) -> ctypes.CDLL:

@@ -24,6 +24,7 @@ class NativeProducts:
     def __init__(self, kernels: NativeKernels) -> None:
         self._library = kernels.libraries["products"]
         self._empty_matrix = kernels.empty_matrix
+        self.empty_rows = kernels.empty_rows
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
@@ -118,7 +119,7 @@ class PanelMatrix:
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Matrix`. The rows are rounded if the panels are; then they may be rounded already."""
-        out = torch.empty(len(x), self.outputs)
+        out = self.products.empty_rows(len(x), self.outputs)
         half = x.dtype == self.dtype == torch.bfloat16
         self.product_kernel(
             self.outputs // LANES,
