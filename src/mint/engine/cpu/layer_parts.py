@@ -27,8 +27,10 @@ from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
 from mint.engine.model.operations import HeadSettings
 
-BLOCK_ROWS = 108
-"""`BLOCK_ROWS` in layers.h."""
+_BLOCK_ROWS = 108
+_AMX_BLOCK_ROWS = 288
+"""`block_rows` in layers.h. Rows of a block stay in the second cache between two steps. AMX multiplies so fast that the
+matrices, which each block reads again, would come too slowly for fewer rows."""
 
 
 class _Lora(ctypes.Structure):
@@ -67,6 +69,7 @@ class _Inputs(ctypes.Structure):
         ("pairs", Int64),
         ("half", Int64),
         ("rounds", Int64),
+        ("block_rows", Int64),
     )
 
 
@@ -175,7 +178,7 @@ class NativeHeads:
         down = self._product.empty_down(rows)
         lora = _LoraSums(self._loras, self._product, down)
         self._kernels.libraries["attention_inputs"].attention_inputs(
-            -(-rows // BLOCK_ROWS),
+            -(-rows // _block_rows(self._kernels)),
             x.numel() * outputs,
             rms_norm=row_kernels.rms_norm.address,
             product=self._product.matrix.product_kernel.address,
@@ -241,6 +244,7 @@ class NativeHeads:
             pairs=settings.cos.shape[-1],
             half=self._dtype == torch.bfloat16,
             rounds=self._product.takes_rounded_rows(self._loras),
+            block_rows=_block_rows(self._kernels),
         )
 
 
@@ -281,7 +285,7 @@ class NativeMlp:
         gate_up_lora, down_lora = self._lora_sums(downs)
         row_kernels = self._kernels.libraries["rows"]
         self._kernels.libraries["mlp"].mlp_forward(
-            -(-rows // BLOCK_ROWS),
+            -(-rows // _block_rows(self._kernels)),
             x.numel() * self._inner,
             norm=row_kernels.rms_norm.address,
             product=self._gate_up.matrix.product_kernel.address,
@@ -300,6 +304,7 @@ class NativeMlp:
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
             rounds=self._rounds,
+            block_rows=_block_rows(self._kernels),
             out=out,
             inverse=inverse,
             wide=wide,
@@ -341,6 +346,7 @@ class NativeMlp:
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
             rounds=self._rounds,
+            block_rows=_block_rows(self._kernels),
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]
@@ -348,6 +354,10 @@ class NativeMlp:
     def _lora_sums(self, downs: Sequence[Tensor | None], groups: int = 0) -> list[_LoraSums]:
         products = self._gate_up, self._down
         return [_LoraSums(self._loras, own, down, groups) for own, down in zip(products, downs, strict=True)]
+
+
+def _block_rows(kernels: NativeKernels) -> int:
+    return _AMX_BLOCK_ROWS if kernels.instructions == "avx512-amx" else _BLOCK_ROWS
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -20,7 +20,8 @@ typedef struct {
     double eps;
     const Lora *lora;
     int64_t hidden, total_heads, rotated_heads, joint_heads, dim, pairs, half;
-    int64_t rounds; /* whether products and loras take rows in bfloat16 */
+    int64_t rounds;     /* whether products and loras take rows in bfloat16 */
+    int64_t block_rows; /* see layers.h */
 } Inputs;
 
 typedef struct {
@@ -34,16 +35,17 @@ typedef struct {
 } InputsForward;
 
 /* heads; and for the backward the product with its bias, `kept`, and 1 / rms of the rows and of their heads. For blocks
-   `first` to `last` of BLOCK_ROWS rows. */
+   `first` to `last` of `block_rows` rows. */
 int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + outputs));
+    const int64_t block = own->block_rows;
+    float *room = malloc(sizeof(float) * block * (hidden + outputs));
     if (!room) return 2;
-    float *normed = room, *unrounded = room + BLOCK_ROWS * hidden;
+    float *normed = room, *unrounded = room + block * hidden;
     int code = 0;
-    for (int64_t start = first * BLOCK_ROWS; start < last * BLOCK_ROWS && start < in->rows && !code; start += BLOCK_ROWS) {
-        const int64_t rows = in->rows - start < BLOCK_ROWS ? in->rows - start : BLOCK_ROWS;
+    for (int64_t start = first * block; start < last * block && start < in->rows && !code; start += block) {
+        const int64_t rows = in->rows - start < block ? in->rows - start : block;
         const float *x = in->x + start * hidden, *read = own->norm ? normed : x;
         float *qkv = own->half ? unrounded : (float *)in->kept + start * outputs;
         const int64_t rounds = own->norm && own->rounds;
@@ -112,5 +114,5 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
 /* From grad the gradient for x, and the sums of each group for those of the lora. For groups `first` to `last`. */
 int attention_inputs_backward(const InputsBackward *in, int64_t first, int64_t last) {
     const int64_t outputs = in->inputs->total_heads * in->inputs->dim;
-    return run_groups(run_block, in, in->borders, first, last, BLOCK_ROWS * 2 * (in->inputs->hidden + outputs));
+    return run_groups(run_block, in, in->borders, first, last, in->inputs->block_rows, 2 * (in->inputs->hidden + outputs));
 }

@@ -2,15 +2,14 @@
 
    Rows pass through all of a part block by block, so that what lies between two of its steps stays in the second cache.
    The steps are kernels of other files, called for one block after the other: a row's result is a function of that row
-   alone as theirs are. */
+   alone as theirs are. The rows of a block, `block_rows`, are a multiple of BLOCK in loras.c, and in lora_amx.h or
+   lora_vectors.h, or the sums of loras' gradients had another order. */
 
 #ifndef MINT_LAYERS
 #define MINT_LAYERS
 
 #include "calls.h"
 #include "lanes.h"
-
-#define BLOCK_ROWS 108 /* a multiple of the rows of BLOCK in loras.c and lora_halves.c, or their sums had another order */
 
 /* The lora of a product, as `LoraGradient` has it; found [groups, size], for the backward alone. */
 typedef struct {
@@ -57,15 +56,15 @@ INLINE int spread_gradient(Kernel *kernel, const Lora *lora, int64_t rows, const
 /* Runs `rows` rows of a group from `start` on. */
 typedef int RunBlock(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room);
 
-/* The rows of groups `first` to `last`, which begin at `borders`, block by block; each has `floats` numbers of room. */
+/* The rows of groups `first` to `last`, which begin at `borders`, block by block; each row has `floats` numbers of room. */
 INLINE int run_groups(RunBlock *run, const void *arguments, const int64_t *borders, int64_t first, int64_t last,
-                      int64_t floats) {
-    float *room = malloc(sizeof(float) * floats);
+                      int64_t block_rows, int64_t floats) {
+    float *room = malloc(sizeof(float) * block_rows * floats);
     if (!room) return 2;
     int code = 0;
     for (int64_t group = first; group < last; group++)
-        for (int64_t start = borders[group], end = borders[group + 1]; start < end && !code; start += BLOCK_ROWS)
-            code = run(arguments, group, start, end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS, room);
+        for (int64_t start = borders[group], end = borders[group + 1]; start < end && !code; start += block_rows)
+            code = run(arguments, group, start, end - start < block_rows ? end - start : block_rows, room);
     free(room);
     return code;
 }

@@ -13,21 +13,22 @@ typedef struct {
     const int32_t *gate_up, *down;        /* panels */
     const Lora *gate_up_lora, *down_lora; /* or missing */
     int64_t rows, hidden, inner, adds, half;
-    int64_t rounds; /* whether products and loras take rows in bfloat16 */
+    int64_t rounds;     /* whether products and loras take rows in bfloat16 */
+    int64_t block_rows; /* see layers.h */
     float *out, *inverse;
     char *wide; /* float, or bfloat16 if `half` */
 } MlpForward;
 
 /* out [T, E], plus x if `adds`; inverse [T] = 1 / rms(x) and wide [T, 2I], which the backward needs. For blocks `first` to
-   `last` of BLOCK_ROWS rows. */
+   `last` of `block_rows` rows. */
 int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
-    const int64_t hidden = in->hidden, inner = in->inner, rounds = in->rounds;
-    float *room = malloc(sizeof(float) * BLOCK_ROWS * (hidden + (in->half ? 3 : 1) * inner));
+    const int64_t hidden = in->hidden, inner = in->inner, rounds = in->rounds, block = in->block_rows;
+    float *room = malloc(sizeof(float) * block * (hidden + (in->half ? 3 : 1) * inner));
     if (!room) return 2;
-    float *normed = room, *between = normed + BLOCK_ROWS * hidden, *unrounded = between + BLOCK_ROWS * inner;
+    float *normed = room, *between = normed + block * hidden, *unrounded = between + block * inner;
     int code = 0;
-    for (int64_t start = first * BLOCK_ROWS; start < last * BLOCK_ROWS && start < in->rows && !code; start += BLOCK_ROWS) {
-        const int64_t rows = in->rows - start < BLOCK_ROWS ? in->rows - start : BLOCK_ROWS;
+    for (int64_t start = first * block; start < last * block && start < in->rows && !code; start += block) {
+        const int64_t rows = in->rows - start < block ? in->rows - start : block;
         const float *x = in->x + start * hidden;
         float *wide = in->half ? unrounded : (float *)in->wide + start * 2 * inner, *out = in->out + start * hidden;
         RmsNorm norm = {x, in->weight, 0, in->eps, hidden, (char *)normed, in->inverse + start, rounds};
@@ -52,8 +53,8 @@ typedef struct {
     const char *wide;                     /* as `MlpForward` has it */
     const int32_t *gate_up, *down;        /* panels of the transposes */
     const Lora *gate_up_lora, *down_lora; /* or missing */
-    int64_t hidden, inner, adds, half, rounds; /* as `MlpForward` has them */
-    float *grad_x;                             /* [T, E], or missing */
+    int64_t hidden, inner, adds, half, rounds, block_rows; /* as `MlpForward` has them */
+    float *grad_x;                                         /* [T, E], or missing */
 } MlpBackward;
 
 /* `rows` rows from `start` on; `room` [rows, 2E + 3I] is for what lies in between. */
@@ -89,5 +90,5 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
 /* From grad [T, E] grad_x [T, E], and the sums of each group for the gradients of the loras. For groups `first` to
    `last`. */
 int mlp_backward(const MlpBackward *in, int64_t first, int64_t last) {
-    return run_groups(run_block, in, in->borders, first, last, BLOCK_ROWS * (2 * in->hidden + 3 * in->inner));
+    return run_groups(run_block, in, in->borders, first, last, in->block_rows, 2 * in->hidden + 3 * in->inner);
 }
