@@ -37,8 +37,7 @@ INLINE void begin_amx(int64_t rows, int64_t words) {
 /* The processor may save less when it switches to another thread. */
 INLINE void end_amx(void) { _tile_release(); }
 
-/* out [rows, O] = or += x [rows, I] times panels, over `words` words of the inputs, a multiple of 16 or at most 16 in all.
-   Lengths are in words, or floats. */
+/* out [rows, O] = or += x [rows, I] times panels, over `words` words of the inputs. Lengths are in words, or floats. */
 typedef struct {
     const int32_t *x;
     int64_t x_stride;
@@ -90,18 +89,31 @@ INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t 
     if (p < last) multiply_registers(two_blocks, 0, in, r, p);
 }
 
-/* For all rows, and panels `first` to `last`. Between `begin_amx` and `end_amx` there is nothing else to do. */
+/* Up to 32 rows from `r` on, as `begin_amx` was told. */
+INLINE void multiply_block(const AmxProduct *in, int64_t rows, int64_t r, int64_t first, int64_t last) {
+    if (rows > 16) multiply_panels(1, in, r, first, last);
+    else multiply_panels(0, in, r, first, last);
+}
+
+/* All rows, over `in->words` words, a multiple of `words`, 16 or fewer. */
+static void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, int64_t first, int64_t last) {
+    for (int64_t r = 0, size; r < rows; r += size) {
+        size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
+        if (r == 0 || size < AMX_ROWS) begin_amx(size, words);
+        multiply_block(in, size, r, first, last);
+    }
+}
+
+/* All rows, and panels `first` to `last`. The caller ends with `end_amx`. */
 static void multiply_amx(const AmxProduct *in, int64_t rows, int64_t first, int64_t last) {
-    const int64_t words = in->words < LANES ? in->words : LANES, whole = rows / AMX_ROWS * AMX_ROWS;
-    if (whole) {
-        begin_amx(AMX_ROWS, words);
-        for (int64_t r = 0; r < whole; r += AMX_ROWS) multiply_panels(1, in, r, first, last);
-    }
-    if (whole < rows) {
-        begin_amx(rows - whole, words);
-        if (rows - whole > 16) multiply_panels(1, in, whole, first, last);
-        else multiply_panels(0, in, whole, first, last);
-    }
+    const int64_t whole = in->words / LANES * LANES;
+    AmxProduct own = *in;
+    own.words = whole;
+    if (whole) multiply_words(&own, LANES, rows, first, last);
+    if (whole == in->words) return;
+    own = (AmxProduct){in->x + whole, in->x_stride, in->packed + whole * LANES, in->panel, in->words - whole, in->out,
+                       in->out_stride, in->adds || whole};
+    multiply_words(&own, in->words - whole, rows, first, last);
 }
 
 #endif

@@ -1,0 +1,124 @@
+/* The products of `lora_halves.c` by the matrix registers of AMX. */
+
+#ifndef MINT_LORA_AMX
+#define MINT_LORA_AMX
+
+#include "amx.h"
+#include "lora_words.h"
+
+#define CHUNK 128          /* rows that a lora's part is computed for together */
+#define LEAST_PANEL_ROWS 1 /* from so many rows on, the rows of a are turned into panels first */
+#define BLOCK 96           /* rows of a gradient that are done with before the next ones */
+#define GRAD_ROWS BLOCK
+#define X_PANELS 8
+
+/* Columns of the pairs of rows [ranks, BLOCK / 2] twice, of down and of grad_down; and sums [wide, GRADS]. */
+INLINE int64_t room_of(int64_t ranks, int64_t wide) { return ranks * BLOCK + wide * GRADS; }
+
+/* down [rows, ranks] = scale * x [rows, words] times the panels of a. */
+static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
+                         int64_t ranks, int64_t inputs, float scale, float *down) {
+    const int64_t words = words_of(inputs);
+    float found[AMX_ROWS * 2 * LANES] __attribute__((aligned(64)));
+    for (int64_t r = 0, size; r < rows; r += size) {
+        size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
+        if (r == 0 || size < AMX_ROWS) begin_amx(size, LANES);
+        for (int64_t j = 0; j < ranks; j += 2 * LANES) {
+            AmxProduct own = {x + r * words, words, panels + j * words, words * LANES, words, found, 2 * LANES, 0};
+            multiply_block(&own, size, 0, 0, ranks - j > LANES ? 2 : 1);
+            for (int64_t k = 0; k < size; k++)
+                for (int64_t n = j; n < ranks && n < j + 2 * LANES; n += LANES)
+                    put_first(down + (r + k) * ranks + n, scaled(loaded(found + k * 2 * LANES + n - j), same(scale)),
+                              ranks - n);
+        }
+    }
+}
+
+/* out [rows, size] += factors [rows, pairs] times columns [size / 16, pairs, 16]. */
+static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs, float *out,
+                       int64_t outputs, int64_t size) {
+    AmxProduct own = {factors, stride, columns, pairs * LANES, pairs, out, outputs, 1};
+    multiply_amx(&own, rows, 0, size / LANES);
+}
+
+/* For `size` outputs of a part, from place `o` of its own and `at` of all: grad_down += grad times b, and grad_rows of
+   `count` rows from `start` on. */
+static void narrow_rows(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, int64_t part, int64_t o,
+                        int64_t size, int64_t at) {
+    const int32_t *grads = (const int32_t *)in->grad + (start * in->outputs + at) / 2; /* as they lie */
+    int64_t stride = in->outputs / 2;
+    if (!in->grad_half) {
+        grads = turned->grads, stride = GRADS / 2;
+        for (int64_t r = 0; r < count; r++)
+            take_row(in->grad, 0, (start + r) * in->outputs + at, size, turned->grads + r * stride);
+    }
+    turn_b(in, turned, part, o, size);
+    AmxProduct own = {grads, stride, turned->outputs, GRADS / 2 * LANES, size / 2, turned->grad_down + part * turned->wide,
+                      turned->ranks, 1};
+    multiply_amx(&own, count, 0, turned->wide / LANES);
+    if (in->x) pair_grads(grads, stride, count, size, 0, BLOCK / 2, turned->grad_rows);
+}
+
+/* to [ranks, BLOCK / 2], from rows [pairs, ranks]. */
+static void turn_columns(const int32_t *rows, int64_t pairs, int64_t ranks, int32_t *to) {
+    for (int64_t t = 0; t < pairs; t += LANES)
+        for (int64_t j = 0; j < ranks; j += LANES)
+            transpose(rows + t * ranks + j, ranks, to + j * (BLOCK / 2) + t, BLOCK / 2);
+}
+
+/* grad_b of `size` outputs from `at` on += grad_rows times down_rows. The registers hold the sums turned. */
+static void add_to_b(const LoraGradient *in, const Turned *turned, int64_t part, int64_t size, int64_t at, int64_t pairs,
+                     float *grad_b) {
+    const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
+    int32_t *columns = turned->room;
+    float *sums = (float *)(turned->room + ranks * BLOCK);
+    if (at == 0) turn_columns(turned->down_rows, pairs, ranks, columns);
+    AmxProduct own = {columns + part * wide * (BLOCK / 2), BLOCK / 2, turned->grad_rows, BLOCK / 2 * LANES, pairs, sums,
+                      GRADS, 0};
+    multiply_amx(&own, wide, 0, size / LANES);
+    for (int64_t k = 0; k < size; k += LANES)
+        for (int64_t j = 0; j < rank; j += LANES) {
+            float found[LANES * LANES] __attribute__((aligned(64)));
+            transpose((const int32_t *)sums + j * GRADS + k, GRADS, (int32_t *)found, LANES);
+            for (int64_t o = 0; o < LANES; o++) {
+                float *to = grad_b + (at + k + o) * rank + j;
+                put_first(to, added(loaded_first(to, rank - j), loaded(found + o * LANES)), rank - j);
+            }
+        }
+}
+
+/* to [X_PANELS, BLOCK / 2, 16]: the pairs of `count` rows of x from `start` on, `size` numbers from `i` on. */
+static void pair_inputs(const LoraGradient *in, int64_t start, int64_t count, int64_t i, int64_t size, int32_t *to) {
+    const int64_t inputs = in->inputs;
+    if (in->half)
+        pair_grads((const int32_t *)in->x + (start * inputs + i) / 2, inputs / 2, count, size, 0, BLOCK / 2, to);
+    else
+        for (int64_t k = 0; k < size; k += LANES)
+            pair_rows(in->x, 0, inputs, start * inputs + i + k, count, to + k * (BLOCK / 2), LANES);
+}
+
+/* grad_a += grad_down_rows times `count` rows of x from `start` on. */
+static void add_to_a(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *grad_a) {
+    const int64_t rank = in->rank, inputs = in->inputs, wide = turned->wide, pairs = (count + 1) / 2;
+    const int64_t parts = wide == rank ? in->parts : 1; /* whose ranks lie side by side */
+    int32_t *columns = turned->room + turned->ranks * (BLOCK / 2);
+    turn_columns(turned->grad_down_rows, pairs, turned->ranks, columns);
+    for (int64_t i = 0, size; i < inputs; i += size) {
+        size = inputs - i < X_PANELS * LANES ? inputs - i : X_PANELS * LANES;
+        pair_inputs(in, start, count, i, size, turned->x_rows);
+        for (int64_t part = 0; part < in->parts; part += parts) {
+            AmxProduct own = {columns + part * wide * (BLOCK / 2), BLOCK / 2, turned->x_rows, BLOCK / 2 * LANES, pairs,
+                              grad_a + part * rank * inputs + i, inputs, 1};
+            multiply_amx(&own, parts * rank, 0, size / LANES);
+        }
+    }
+}
+
+/* grad_x [count, I] += factors times a. */
+static void spread_rows(int64_t count, const LoraGradient *in, const Turned *turned, float *grad_x) {
+    AmxProduct own = {turned->factors, turned->stride, turned->a, turned->stride * LANES, turned->stride, grad_x, in->inputs,
+                      1};
+    multiply_amx(&own, count, 0, in->inputs / LANES);
+}
+
+#endif
