@@ -47,10 +47,14 @@ typedef struct {
     float *out;
     int64_t out_stride;
     int adds;
+    const int32_t *next; /* the panels that will be wanted next, or missing: they are fetched meanwhile */
 } AmxProduct;
 
-/* For the rows from `r` on that `begin_amx` was told of, and one or two panels from `p` on. */
-INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p) {
+/* For the rows from `r` on that `begin_amx` was told of, and one or two panels from `p` on. Of each panel that is wanted
+   next, `lines` lines are fetched for every 16 words, from `ahead` words on. */
+INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p,
+                               int64_t ahead, int64_t lines) {
+    const int32_t *wanted = in->next + p * in->panel + ahead * LANES;
     const int64_t x_bytes = 4 * in->x_stride, out_bytes = 4 * in->out_stride;
     const int32_t *x = in->x + r * in->x_stride, *later_x = x + 16 * in->x_stride;
     const int32_t *panel = in->packed + p * in->panel, *next = panel + in->panel;
@@ -67,6 +71,10 @@ INLINE void multiply_registers(const int two_blocks, const int two_panels, const
         _tile_zero(3);
     }
     for (int64_t i = 0; i < in->words; i += LANES) {
+        for (int64_t n = 0; n < lines; n++, wanted += LANES) {
+            __builtin_prefetch(wanted, 0, 2);
+            if (two_panels) __builtin_prefetch(wanted + in->panel, 0, 2);
+        }
         _tile_loadd(6, panel + i * LANES, 64);
         _tile_loadd(4, x + i, x_bytes);
         if (two_panels) _tile_loadd(7, next + i * LANES, 64);
@@ -83,24 +91,24 @@ INLINE void multiply_registers(const int two_blocks, const int two_panels, const
 }
 
 /* The same for panels `first` to `last`. */
-INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t r, int64_t first, int64_t last) {
+INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t r, int64_t first, int64_t last, int64_t ahead,
+                            int64_t lines) {
     int64_t p = first;
-    for (; p + 2 <= last; p += 2) multiply_registers(two_blocks, 1, in, r, p);
-    if (p < last) multiply_registers(two_blocks, 0, in, r, p);
-}
-
-/* Up to 32 rows from `r` on, as `begin_amx` was told. */
-INLINE void multiply_block(const AmxProduct *in, int64_t rows, int64_t r, int64_t first, int64_t last) {
-    if (rows > 16) multiply_panels(1, in, r, first, last);
-    else multiply_panels(0, in, r, first, last);
+    for (; p + 2 <= last; p += 2) multiply_registers(two_blocks, 1, in, r, p, ahead, lines);
+    if (p < last) multiply_registers(two_blocks, 0, in, r, p, ahead, lines);
 }
 
 /* All rows, over `in->words` words, a multiple of `words`, 16 or fewer. */
 static void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, int64_t first, int64_t last) {
-    for (int64_t r = 0, size; r < rows; r += size) {
+    /* blocks of rows fetch one part after the other */
+    const int64_t blocks = (rows + AMX_ROWS - 1) / AMX_ROWS;
+    const int64_t lines = in->next && blocks > 1 ? (LANES + blocks - 1) / blocks : 0; /* one alone waits for memory anyway */
+    for (int64_t r = 0, size, ahead = 0; r < rows; r += size, ahead += in->words / LANES * lines) {
         size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
         if (r == 0 || size < AMX_ROWS) begin_amx(size, words);
-        multiply_block(in, size, r, first, last);
+        const int64_t own = ahead < in->words ? lines : 0;
+        if (size > 16) multiply_panels(1, in, r, first, last, ahead, own);
+        else multiply_panels(0, in, r, first, last, ahead, own);
     }
 }
 

@@ -25,7 +25,9 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t
         if (r == 0 || size < AMX_ROWS) begin_amx(size, LANES);
         for (int64_t j = 0; j < ranks; j += 2 * LANES) {
             AmxProduct own = {x + r * words, words, panels + j * words, words * LANES, words, found, 2 * LANES, 0};
-            multiply_block(&own, size, 0, 0, ranks - j > LANES ? 2 : 1);
+            const int64_t wide = ranks - j > LANES ? 2 : 1;
+            if (size > 16) multiply_panels(1, &own, 0, 0, wide, 0, 0);
+            else multiply_panels(0, &own, 0, 0, wide, 0, 0);
             for (int64_t k = 0; k < size; k++)
                 for (int64_t n = j; n < ranks && n < j + 2 * LANES; n += LANES)
                     put_first(down + (r + k) * ranks + n, scaled(loaded(found + k * 2 * LANES + n - j), same(scale)),

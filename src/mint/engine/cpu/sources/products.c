@@ -118,7 +118,7 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
 
 #ifdef __AMX_BF16__
 #define AMX_WORDS 512  /* of a row: 32 rows stay in the first cache, and */
-#define AMX_PANELS 32  /* so many panels in the second one */
+#define AMX_PANELS 16  /* so many panels in the second one, beside those that come next */
 #define AMX_ROUNDED 1024 /* rows that are rounded at a time */
 
 /* `product_floats` of a bfloat16 matrix and rows that are bfloat16, or are rounded to it. */
@@ -135,8 +135,11 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
         for (int64_t p = first, end; p < last; p = end) {
             end = last - p < AMX_PANELS ? last : p + AMX_PANELS;
             for (int64_t i = 0; i < all; i += AMX_WORDS) {
-                AmxProduct own = {x + i, all, in->packed + i * LANES, all * LANES, all - i < AMX_WORDS ? all - i : AMX_WORDS,
-                                  in->out + start * outputs, outputs, i > 0};
+                const int64_t words = all - i < AMX_WORDS ? all - i : AMX_WORDS;
+                const int32_t *packed = in->packed + i * LANES, *next = 0;
+                if (i + words < all) next = packed + words * LANES;
+                else if (end < last) next = in->packed + AMX_PANELS * all * LANES;
+                AmxProduct own = {x + i, all, packed, all * LANES, words, in->out + start * outputs, outputs, i > 0, next};
                 multiply_amx(&own, rows, p, end);
             }
             for (int64_t r = start; r < start + rows && in->residual; r++)
