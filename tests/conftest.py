@@ -15,12 +15,14 @@ from default_engine import use_clusters
 from hypothesis import settings
 
 from mint.config import Settings, shorten_thread_spinning
+from mint.engine.instruction_sets import sum_in_one_order
 
 settings.register_profile("mint", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("mint")
 
 # also for tests that make an engine by themselves: the processes of a test run share few cores
 shorten_thread_spinning()
+sum_in_one_order()  # an engine may come after a test's own products
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell that starts something in the background makes it deaf to Ctrl-C, and all that it starts in its turn

@@ -1,4 +1,5 @@
-"""The sets of vector instructions that the kernels in C are compiled for, and which one a processor has.
+"""The sets of vector instructions that the kernels in C are compiled for, and which one a processor has; and by which
+ones MKL sums.
 
 A set is a fixed list of flags of the compiler, so that a library which another machine compiled for the same set is the
 same kernel.
@@ -86,6 +87,23 @@ def sets_of_machine() -> list[InstructionSet]:
     return [own for own in SETS if not own.machines or platform.machine() in own.machines]
 
 
+def multiplies_by_amx() -> bool:
+    """Whether oneDNN multiplies bfloat16 by AMX here. Then the bits of a row depend on the other rows of a product."""
+    return "amx_bf16" in _features()
+
+
+def sum_in_one_order() -> None:
+    """Makes MKL, by which torch multiplies float32, sum a row in one order, whatever other rows there are. On Intel's
+    processors it has a mode for that, and does not do so by itself.
+
+    Works until the process first multiplies. A variable of the environment that is set already is not changed. See
+    "Conditional Numerical Reproducibility" in the manual of oneMKL.
+    """
+    if _vendor() == "GenuineIntel" and "avx2" in _features():
+        branch = b"AVX512,STRICT" if _features() >= _AVX512_FEATURES else b"AVX2,STRICT"
+        ctypes.CDLL(None).setenv(b"MKL_CBWR", branch, 0)
+
+
 def _is_present(own: InstructionSet) -> bool:
     if own not in sets_of_machine() or not own.features <= _features():
         return False
@@ -104,8 +122,18 @@ def _may_use_matrix_registers() -> bool:
 @cache
 def _features() -> frozenset[str]:
     """The features that Linux names; none on other systems."""
+    return frozenset(_fact("flags").split())
+
+
+@cache
+def _vendor() -> str:
+    return _fact("vendor_id").strip()
+
+
+def _fact(name: str) -> str:
+    """What Linux says of the first processor; empty where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+        return ""
+    return next((line.partition(":")[2] for line in lines if line.startswith(name)), "")

@@ -24,6 +24,7 @@ from mint.engine.bases.trained_model import TrainedModel
 from mint.engine.chunked.chunk_shapes import MOST_CHUNKS
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.devices import Device
+from mint.engine.instruction_sets import sum_in_one_order
 from mint.engine.lora import LoraLayout, LoraWeights, parameter_count
 from mint.engine.model.config import read_decoder_config
 from mint.engine.protocol import (
@@ -108,6 +109,7 @@ class TorchEngine:
             InvalidRequestError: torch does not compute on the device; `chunked` on a GPU, or with `quantize`.
             MissingExtraError: native kernels are required and cannot be compiled.
         """
+        sum_in_one_order()
         self._device = Device(device, native, gpu_kernels=gpu_kernels, batch_invariant=batch_invariant, gpu_off=gpu_off)
         self._device.require()
         self._dtype = self._device.default_dtype if dtype is None else DTYPES[dtype]

@@ -61,8 +61,8 @@ class HugePages:
 
 
 def huge_block(size: int) -> memoryview | None:
-    """`size` bytes of undefined content on pages of 2 MB, which live as long as the view; None for less than glibc returns
-    to the system at once, or where no block can be had.
+    """`size` bytes of undefined content on pages of 2 MB, which live as long as the view; None for less than glibc
+    returns to the system at once, or where no block can be had.
 
     For the logits of a chunk, say: on pages of 4 KB their first writes take as long as their product.
     """
