@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mint.engine.cpu.onednn import PACKED_ENTRIES, PackedMatrix, cpu_matrix, cpu_unembedding, has_onednn
+from mint.engine.cpu.onednn import PACKED_ENTRIES, PackedMatrix, cpu_matrix, cpu_unembedding, dense_gradient, has_onednn
 from mint.engine.drawing.draw import choose, draw
 from mint.engine.model.functions import exponentials
 from mint.engine.model.linear import Matrix, min_rows
@@ -98,9 +98,9 @@ def test_a_packed_matrix_holds_the_same_numbers_in_the_same_memory() -> None:
     weight = _weight(1024, PACKED_ENTRIES // 1024, torch.bfloat16)
     if not has_onednn(weight):
         pytest.skip("oneDNN does not multiply bfloat16 on this processor")
-    matrix = cpu_matrix(weight)
+    matrix = PackedMatrix(weight)
     assert torch.equal(matrix.dense(), weight)
-    assert isinstance(matrix, PackedMatrix) and torch.ops.mkldnn._nbytes(matrix.packed) == weight.nbytes
+    assert torch.ops.mkldnn._nbytes(matrix.packed) == weight.nbytes
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
@@ -145,3 +145,15 @@ def test_drawing_in_blocks_of_rows_changes_no_bit() -> None:
     for count in (23, 9, 5, 4, 2, 1):
         found = draw(logits[:count], uniforms[:count], *(rule[:count] for rule in rules), rows_at_once=4)
         assert torch.equal(found[0], tokens[:count]) and torch.equal(found[1], logprobs[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 75, 192])
+@pytest.mark.parametrize("outputs", [96, 97, 98, 1001])
+def test_a_gradient_does_not_read_what_lies_behind_its_rows(outputs: int, rows: int, dtype: torch.dtype) -> None:
+    weight, memory = _weight(outputs, 64, dtype), torch.full((rows, 2 * outputs), torch.nan, dtype=dtype)
+    grad = memory[:, :outputs]
+    grad.copy_(_rows(rows, outputs, 4))
+    exact = grad.double() @ weight.double()
+    found = dense_gradient(weight, grad)
+    assert float((found - exact).abs().max()) <= (1e-5 if dtype == torch.float32 else 2e-2) * float(exact.abs().max())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.instruction_sets import instruction_set
+from mint.engine.instruction_sets import instruction_set, multiplies_by_amx
 from mint.engine.model.linear import DenseMatrix, Float32Product, add_residual, min_rows
 
 PACKED_ENTRIES = 1 << 18
@@ -31,6 +31,10 @@ ONEDNN_ROWS = 2
 
 ONEDNN_MULTIPLICATIONS = 16**3
 """Torch gives a bfloat16 product to oneDNN only above so many multiplications; its own loop sums in another order."""
+
+_AMX_INPUTS = 32
+"""By AMX, oneDNN sums over so many bfloat16 at once. Behind a row that is no multiple of it, it reads on (measured with
+torch 2.13): what lies there times zero is NaN if it is not finite."""
 
 _HAS_AVX512 = instruction_set().name.startswith("avx512")
 
@@ -98,15 +102,16 @@ class PackedMatrix:
         return dense_gradient(self.dense(), grad)
 
 
-class CpuUnembedding(Float32Product):
-    """A bfloat16 unembedding that is widened for each product, where nothing faster is built into torch."""
+class WidenedMatrix(Float32Product):
+    """A bfloat16 matrix that is widened for each product: an unembedding where nothing faster is built into torch, and
+    any matrix that is not in panels where oneDNN multiplies by AMX."""
 
     @override
     def gradient(self, grad: Tensor) -> Tensor:
         return dense_gradient(self.weight, grad)
 
 
-class HalfPrecisionUnembedding(CpuUnembedding):
+class HalfPrecisionUnembedding(WidenedMatrix):
     """A bfloat16 unembedding that is held a second time in half precision, scaled to hold the same numbers; its
     products run in float32."""
 
@@ -139,13 +144,15 @@ def cpu_matrix(weight: Tensor) -> DenseMatrix | PackedMatrix:
     """The layout for products with `weight` [O, I]."""
     if not has_onednn(weight):
         return DenseMatrix(weight)
+    if weight.dtype == torch.bfloat16 and multiplies_by_amx():
+        return WidenedMatrix(weight)
     return SmallMatrix(weight) if weight.numel() < PACKED_ENTRIES else PackedMatrix(weight)
 
 
 def cpu_unembedding(weight: Tensor) -> DenseMatrix:
     """The layout for logits with `weight` [V, E], which stays as it is."""
     if weight.dtype == torch.bfloat16:
-        return HalfPrecisionUnembedding(weight) if _has_half_precision() else CpuUnembedding(weight)
+        return HalfPrecisionUnembedding(weight) if _has_half_precision() else WidenedMatrix(weight)
     if not has_onednn(weight):
         return DenseMatrix(weight)
     return SmallMatrix(weight) if weight.numel() < PACKED_ENTRIES else OnednnMatrix(weight)
@@ -163,6 +170,8 @@ def _has_half_precision() -> bool:
 def dense_gradient(weight: Tensor, grad: Tensor) -> Tensor:
     """`grad @ weight`, float32 [T, I] from grad [T, O], with a row-major weight [O, I]."""
     grad = grad.to(weight.dtype)
+    if grad.shape[1] % _AMX_INPUTS:
+        grad = grad.contiguous()
     if has_onednn(weight) and (weight.numel() >= PACKED_ENTRIES or len(grad) >= MANY_ROWS):
         return onednn_product(grad, weight.t()).float()  # oneDNN takes the transposed view as it is
     return grad.mm(weight).float()

@@ -172,7 +172,7 @@ class Float32Product(DenseMatrix):
         return UNEMBEDDING_ROWS
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return add_residual(F.linear(x, self.weight.float()), residual)
+        return add_residual(F.linear(x.float(), self.weight.float()), residual)
 
 
 def add_residual(product: Tensor, residual: Tensor | None) -> Tensor:
