@@ -11,7 +11,13 @@
 
 #ifdef __AMX_BF16__
 
-#include "tiles.h"
+#include <immintrin.h>
+
+#include "calls.h"
+
+#ifndef INLINE
+#define INLINE static inline __attribute__((always_inline))
+#endif
 
 #define AMX_ROWS 32 /* of the sums that the registers hold: registers 0 and 1 for the first 16, 2 and 3 for the others */
 
@@ -30,8 +36,7 @@ INLINE void begin_amx(int64_t rows, int64_t words) {
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second ? second : first; /* no register may be empty */
     shapes.row_bytes[4] = shapes.row_bytes[5] = 4 * words;
     shapes.rows[6] = shapes.rows[7] = words;
-    /* the registers are read from memory by instructions of which the compiler does not know what they read */
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
 }
 
 /* The processor may save less when it switches to another thread. */
@@ -54,30 +59,31 @@ typedef struct {
    next, `lines` lines are fetched for every 16 words, from `ahead` words on. */
 INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p,
                                int64_t ahead, int64_t lines) {
-    const int32_t *wanted = in->next + p * in->panel + ahead * LANES;
+    const int32_t *wanted = in->next + p * in->panel + ahead * PANEL;
     const int64_t x_bytes = 4 * in->x_stride, out_bytes = 4 * in->out_stride;
     const int32_t *x = in->x + r * in->x_stride, *later_x = x + 16 * in->x_stride;
     const int32_t *panel = in->packed + p * in->panel, *next = panel + in->panel;
-    float *out = in->out + r * in->out_stride + p * LANES, *later = out + 16 * in->out_stride;
+    float *out = in->out + r * in->out_stride + p * PANEL, *later = out + 16 * in->out_stride;
+    __asm__ volatile("" : : : "memory"); /* the compiler does not know that the instructions below read memory */
     if (in->adds) {
         _tile_loadd(0, out, out_bytes);
-        if (two_panels) _tile_loadd(1, out + LANES, out_bytes);
+        if (two_panels) _tile_loadd(1, out + PANEL, out_bytes);
         if (two_blocks) _tile_loadd(2, later, out_bytes);
-        if (two_blocks && two_panels) _tile_loadd(3, later + LANES, out_bytes);
+        if (two_blocks && two_panels) _tile_loadd(3, later + PANEL, out_bytes);
     } else {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t i = 0; i < in->words; i += LANES) {
-        for (int64_t n = 0; n < lines; n++, wanted += LANES) {
+    for (int64_t i = 0; i < in->words; i += PANEL) {
+        for (int64_t n = 0; n < lines; n++, wanted += PANEL) {
             __builtin_prefetch(wanted, 0, 2);
             if (two_panels) __builtin_prefetch(wanted + in->panel, 0, 2);
         }
-        _tile_loadd(6, panel + i * LANES, 64);
+        _tile_loadd(6, panel + i * PANEL, 64);
         _tile_loadd(4, x + i, x_bytes);
-        if (two_panels) _tile_loadd(7, next + i * LANES, 64);
+        if (two_panels) _tile_loadd(7, next + i * PANEL, 64);
         _tile_dpbf16ps(0, 4, 6);
         if (two_blocks) _tile_loadd(5, later_x + i, x_bytes);
         if (two_panels) _tile_dpbf16ps(1, 4, 7);
@@ -85,9 +91,9 @@ INLINE void multiply_registers(const int two_blocks, const int two_panels, const
         if (two_blocks && two_panels) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, out, out_bytes);
-    if (two_panels) _tile_stored(1, out + LANES, out_bytes);
+    if (two_panels) _tile_stored(1, out + PANEL, out_bytes);
     if (two_blocks) _tile_stored(2, later, out_bytes);
-    if (two_blocks && two_panels) _tile_stored(3, later + LANES, out_bytes);
+    if (two_blocks && two_panels) _tile_stored(3, later + PANEL, out_bytes);
 }
 
 /* The same for panels `first` to `last`. */
@@ -99,11 +105,11 @@ INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t 
 }
 
 /* All rows, over `in->words` words, a multiple of `words`, 16 or fewer. */
-static void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, int64_t first, int64_t last) {
+INLINE void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, int64_t first, int64_t last) {
     /* blocks of rows fetch one part after the other */
     const int64_t blocks = (rows + AMX_ROWS - 1) / AMX_ROWS;
-    const int64_t lines = in->next && blocks > 1 ? (LANES + blocks - 1) / blocks : 0; /* one alone waits for memory anyway */
-    for (int64_t r = 0, size, ahead = 0; r < rows; r += size, ahead += in->words / LANES * lines) {
+    const int64_t lines = in->next && blocks > 1 ? (PANEL + blocks - 1) / blocks : 0; /* one alone waits for memory anyway */
+    for (int64_t r = 0, size, ahead = 0; r < rows; r += size, ahead += in->words / PANEL * lines) {
         size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
         if (r == 0 || size < AMX_ROWS) begin_amx(size, words);
         const int64_t own = ahead < in->words ? lines : 0;
@@ -113,13 +119,13 @@ static void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, in
 }
 
 /* All rows, and panels `first` to `last`. The caller ends with `end_amx`. */
-static void multiply_amx(const AmxProduct *in, int64_t rows, int64_t first, int64_t last) {
-    const int64_t whole = in->words / LANES * LANES;
+static __attribute__((unused)) void multiply_amx(const AmxProduct *in, int64_t rows, int64_t first, int64_t last) {
+    const int64_t whole = in->words / PANEL * PANEL;
     AmxProduct own = *in;
     own.words = whole;
-    if (whole) multiply_words(&own, LANES, rows, first, last);
+    if (whole) multiply_words(&own, PANEL, rows, first, last);
     if (whole == in->words) return;
-    own = (AmxProduct){in->x + whole, in->x_stride, in->packed + whole * LANES, in->panel, in->words - whole, in->out,
+    own = (AmxProduct){in->x + whole, in->x_stride, in->packed + whole * PANEL, in->panel, in->words - whole, in->out,
                        in->out_stride, in->adds || whole};
     multiply_words(&own, in->words - whole, rows, first, last);
 }

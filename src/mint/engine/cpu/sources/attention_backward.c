@@ -9,9 +9,21 @@
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
+#include "amx.h"
 #include "lanes.h"
 
 #define QUERIES 8
+#ifdef __AMX_BF16__
+#define PAIRED_QUERIES 16 /* the rows of a register */
+#define SEEN (2 * LANES)  /* what is seen of the keys begins and ends at multiples of this: the words of a register */
+#define BEGIN_PRODUCTS(paired) if (paired) begin_amx(PAIRED_QUERIES, LANES)
+#define END_PRODUCTS(paired) if (paired) end_amx()
+#else
+#define PAIRED_QUERIES QUERIES
+#define SEEN LANES
+#define BEGIN_PRODUCTS(paired) (void)0
+#define END_PRODUCTS(paired) (void)0
+#endif
 #define COLUMNS (2 * LANES) /* head dimensions are multiples of this */
 
 /* Rows of heads lie too far apart for the processor to fetch them ahead by itself. */
@@ -28,7 +40,8 @@ static void fetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
 }
 
-/* The keys and values of one kv head that some rows share: keys as the rows of a mix [width, D], keys and values turned,
+/* The keys and values of one kv head that some rows share: keys as the rows of a mix [width, D] (with AMX in panels,
+   [D / 16, width / 2, 16]), keys and values turned,
    16 of them side by side [width / 16, D, 16], and what their gradients have become. All are words: floats, or, if
    `paired`, two bfloat16 side by side: of a mix, those of two keys; of what is turned, those of two numbers of a head. So
    there are half as many. */
@@ -38,10 +51,10 @@ typedef struct {
     float *keys, *turned_keys, *turned_values, *key_grads, *value_grads;
 } Span;
 
-/* Of one block of queries: the queries and the gradients of what they attended [8, words]; the same as rows of an outer
-   product [8, D] (paired: those of two queries side by side, [4, D]); the gradients for the queries [8, D]; shares and
-   slopes [8, width]; and, if paired, these as factors: of two queries [4, width], of two keys [8, width / 2]. And a row of
-   zeros [D], for places without a query. */
+/* Of one block of Q queries: the queries and the gradients of what they attended [Q, words]; the same as rows of an outer
+   product [Q, D] (paired: those of two queries side by side, [Q / 2, D]); the gradients for the queries [Q, D]; shares and
+   slopes [Q, width]; and, if paired, these as factors: of two queries [Q / 2, width], of two keys [Q, width / 2]. And a row
+   of zeros [D], for places without a query. */
 typedef struct {
     float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
     float *outer_shares, *outer_slopes, *key_slopes;
@@ -56,39 +69,56 @@ INLINE vf add_same(vf total, const float *word, vf x, const int paired) {
 
 /* out[p][j] = rows[p] . key j, for keys turned, up to `count` (a multiple of 16). */
 INLINE void times_turned(const float *rows, int64_t words, const float *turned, int64_t count, float *out, int64_t width,
-                         const int paired) {
+                         const int queries, const int paired) {
+#ifdef __AMX_BF16__
+    if (paired) {
+        const AmxProduct own = {(const int32_t *)rows, words, (const int32_t *)turned, words * LANES, words, out, width};
+        multiply_panels(0, &own, 0, 0, count / LANES, 0, 0);
+        return;
+    }
+#endif
     for (int64_t j = 0; j < count; j += LANES) {
         const float *panel = turned + j * words;
-        vf total[QUERIES];
-#pragma GCC unroll 8
-        for (int p = 0; p < QUERIES; p++) total[p] = (vf){0};
+        vf total[PAIRED_QUERIES];
+#pragma GCC unroll 16
+        for (int p = 0; p < queries; p++) total[p] = (vf){0};
         for (int64_t w = 0; w < words; w++) {
             vf x = *(const vf *)(panel + w * LANES);
-#pragma GCC unroll 8
-            for (int p = 0; p < QUERIES; p++) total[p] = add_same(total[p], rows + p * words + w, x, paired);
+#pragma GCC unroll 16
+            for (int p = 0; p < queries; p++) total[p] = add_same(total[p], rows + p * words + w, x, paired);
         }
-#pragma GCC unroll 8
-        for (int p = 0; p < QUERIES; p++) *(vf *)(out + p * width + j) = total[p];
+#pragma GCC unroll 16
+        for (int p = 0; p < queries; p++) *(vf *)(out + p * width + j) = total[p];
     }
 }
 
-/* out[p] = sum over words j of factors[p][j] * keys[j]. */
-INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int64_t count, int64_t dim, float *out,
-                     const int paired) {
+/* out[p] = sum over `count` words j from `low` on of factors[p][j] * keys[j]; there are `width` words of keys. */
+INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int64_t low, int64_t count, int64_t dim,
+                     float *out, const int queries, const int paired) {
+    factors += low;
+#ifdef __AMX_BF16__
+    if (paired) {
+        const AmxProduct own = {(const int32_t *)factors, width, (const int32_t *)keys + low * LANES, width * LANES, count, out,
+                                dim};
+        multiply_panels(0, &own, 0, 0, dim / LANES, 0, 0);
+        return;
+    }
+#endif
+    keys += low * dim;
     for (int64_t d = 0; d < dim; d += COLUMNS) {
-        vf first[QUERIES], second[QUERIES];
-#pragma GCC unroll 8
-        for (int p = 0; p < QUERIES; p++) first[p] = second[p] = (vf){0};
+        vf first[PAIRED_QUERIES], second[PAIRED_QUERIES];
+#pragma GCC unroll 16
+        for (int p = 0; p < queries; p++) first[p] = second[p] = (vf){0};
         for (int64_t j = 0; j < count; j++) {
             vf a = *(const vf *)(keys + j * dim + d), b = *(const vf *)(keys + j * dim + d + LANES);
-#pragma GCC unroll 8
-            for (int p = 0; p < QUERIES; p++) {
+#pragma GCC unroll 16
+            for (int p = 0; p < queries; p++) {
                 first[p] = add_same(first[p], factors + p * width + j, a, paired);
                 second[p] = add_same(second[p], factors + p * width + j, b, paired);
             }
         }
-#pragma GCC unroll 8
-        for (int p = 0; p < QUERIES; p++) {
+#pragma GCC unroll 16
+        for (int p = 0; p < queries; p++) {
             *(vf *)(out + p * dim + d) = first[p];
             *(vf *)(out + p * dim + d + LANES) = second[p];
         }
@@ -97,10 +127,10 @@ INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int
 
 /* sums[j] += sum over p of factors[p][j] * rows[p]; p counts queries, or pairs of them. */
 INLINE void add_outer(const float *factors, int64_t width, const float *rows, int64_t count, int64_t dim, float *sums,
-                      const int paired) {
-    const int most = paired ? QUERIES / 2 : QUERIES;
+                      const int queries, const int paired) {
+    const int most = paired ? queries / 2 : queries;
     for (int64_t d = 0; d < dim; d += COLUMNS) {
-        vf first[QUERIES], second[QUERIES];
+        vf first[QUERIES], second[QUERIES]; /* as many pairs of a block by AMX */
 #pragma GCC unroll 8
         for (int p = 0; p < most; p++) {
             first[p] = *(const vf *)(rows + p * dim + d);
@@ -145,7 +175,7 @@ INLINE vf pairs(vu first, vu second) { return (vf)(first | second << 16); }
 
 /* The factors of a block from keys `low` to `padded`. */
 static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t padded) {
-    for (int p = 0; p < QUERIES; p += 2) {
+    for (int p = 0; p < PAIRED_QUERIES; p += 2) {
         const float *share = block->shares + p * width, *slope = block->slopes + p * width;
         for (int64_t j = low; j < padded; j += LANES) {
             vu first = rounded(*(const vf *)(slope + j)), second = rounded(*(const vf *)(slope + width + j));
@@ -181,11 +211,20 @@ static const char *key_at(const Packed *p, int64_t r, int64_t j, int64_t k, cons
     return heads + (row_of_key(p, r, j) * p->total_heads + p->query_heads + k) * bytes;
 }
 
+/* Of keys j and j + 1, the pairs of numbers from d on. */
+INLINE vf *mix_place(const Span *span, int64_t j, int64_t d) {
+#ifdef __AMX_BF16__
+    return (vf *)(span->keys + (d / LANES * (span->width / 2) + j / 2) * LANES);
+#else
+    return (vf *)(span->keys + j / 2 * span->dim + d);
+#endif
+}
+
 static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
     const int64_t dim = span->dim, words = span->paired ? dim / 2 : dim, count = keys_of(p, last);
     const int64_t bytes = dim * (half ? 2 : 4), behind = p->kv_heads * bytes; /* of a head; from its key to its value */
     float *values = span->value_grads; /* a place for a moment */
-    span->width = (count + LANES - 1) / LANES * LANES;
+    span->width = (count + SEEN - 1) / SEEN * SEEN;
     for (int64_t start = 0; start < span->width; start += LANES) {
         const char *key[LANES], *value[LANES];
         for (int64_t i = 0; i < LANES; i++) {
@@ -199,8 +238,7 @@ static void read_span(const Packed *p, int64_t last, int64_t k, const char *head
         }
         if (span->paired) {
             for (int64_t i = 0; i < LANES; i += 2)
-                for (int64_t d = 0; d < dim; d += LANES)
-                    *(vf *)(span->keys + (start + i) / 2 * dim + d) = pairs_of(key[i], key[i + 1], d);
+                for (int64_t d = 0; d < dim; d += LANES) *mix_place(span, start + i, d) = pairs_of(key[i], key[i + 1], d);
         } else {
             for (int64_t i = 0; i < LANES; i++) {
                 float *wide_key = span->keys + (start + i) * dim, *wide_value = values + i * dim;
@@ -242,14 +280,15 @@ static void store_sums(const Packed *p, const float *sums, int64_t count, int64_
     }
 }
 
-/* Eight rows of heads for products with what is turned, and for outer ones. */
-INLINE void read_rows(const char *const *rows, int64_t dim, int half, float *own, float *outer, const int paired) {
-    for (int64_t i = 0; i < QUERIES; i++)
+/* The rows of heads of a block for products with what is turned, and for outer ones. */
+INLINE void read_rows(const char *const *rows, int64_t dim, int half, float *own, float *outer, const int queries,
+                      const int paired) {
+    for (int64_t i = 0; i < queries; i++)
         for (int64_t d = 0; d < dim; d += LANES)
             if (paired) *(vh *)((uint16_t *)own + i * dim + d) = *(const vh *)((const uint16_t *)rows[i] + d);
             else *(vf *)(own + i * dim + d) = load(rows[i], d, half);
     if (!paired) return; /* both are the same */
-    for (int64_t i = 0; i < QUERIES; i += 2)
+    for (int64_t i = 0; i < queries; i += 2)
         for (int64_t d = 0; d < dim; d += LANES)
             *(vf *)(outer + i / 2 * dim + d) = pairs_of(rows[i], rows[i + 1], d);
 }
@@ -262,24 +301,25 @@ typedef struct {
     char *grads;
 } AttendPackedBackward;
 
-/* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, at most 8 in all. Where
+/* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, as many as a block has or fewer. Where
    there is no query, rows are zeros. */
 INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
                       int64_t slots, Span *span, Block *block, const int paired) {
+    const int queries = paired ? PAIRED_QUERIES : QUERIES, seen_by = paired ? SEEN : LANES;
     const Packed *p = in->rows;
     const char *heads = in->heads, *grad_out = in->grad_out;
     const float *sinks = in->sinks;
     char *grads = in->grads;
     const int64_t half = in->half, bytes = half ? 2 : 4, window = in->window;
     const int64_t dim = span->dim, words = paired ? dim / 2 : dim, width = span->width;
-    int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
-    int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
+    const int64_t low = first_seen(keys_of(p, r), window) / seen_by * seen_by;
+    const int64_t padded = (keys_of(p, r + count - 1) + seen_by - 1) / seen_by * seen_by, seen = padded - low;
     const float scale = 1.0f / sqrtf((float)dim);
-    const char *query[QUERIES], *grad[QUERIES];
-    char *place[QUERIES]; /* of a query's gradient; 0: there is no query */
-    float *shares[QUERIES], *slopes[QUERIES], own_sinks[2 * QUERIES] = {0};
-    int64_t firsts[QUERIES], keys[QUERIES], used = 0;
-    for (int64_t i = 0, row = r, slot = 0; i < QUERIES; i++, slot++) {
+    const char *query[PAIRED_QUERIES], *grad[PAIRED_QUERIES];
+    char *place[PAIRED_QUERIES]; /* of a query's gradient; 0: there is no query */
+    float *shares[PAIRED_QUERIES], *slopes[PAIRED_QUERIES], own_sinks[PAIRED_QUERIES + LANES] = {0};
+    int64_t firsts[PAIRED_QUERIES], keys[PAIRED_QUERIES], used = 0;
+    for (int64_t i = 0, row = r, slot = 0; i < queries; i++, slot++) {
         if (slot == slots) slot = 0, row++;
         query[i] = grad[i] = (const char *)block->zeros;
         place[i] = 0;
@@ -300,11 +340,11 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
         fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
         fetch(grads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
     }
-    read_rows(query, dim, half, block->queries, block->outer_queries, paired);
-    read_rows(grad, dim, half, block->grads, block->outer_grads, paired);
-    times_turned(block->queries, words, span->turned_keys + low * words, seen, block->shares + low, width, paired);
-    times_turned(block->grads, words, span->turned_values + low * words, seen, block->slopes + low, width, paired);
-    for (int64_t i = 0; i < QUERIES; i++) /* 0 times what is not finite is no zero */
+    read_rows(query, dim, half, block->queries, block->outer_queries, queries, paired);
+    read_rows(grad, dim, half, block->grads, block->outer_grads, queries, paired);
+    times_turned(block->queries, words, span->turned_keys + low * words, seen, block->shares + low, width, queries, paired);
+    times_turned(block->grads, words, span->turned_values + low * words, seen, block->slopes + low, width, queries, paired);
+    for (int64_t i = 0; i < queries; i++) /* 0 times what is not finite is no zero */
         if (!place[i])
             for (int64_t j = low; j < padded; j += LANES)
                 *(vf *)(block->shares + i * width + j) = *(vf *)(block->slopes + i * width + j) = (vf){0};
@@ -317,10 +357,10 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
         outer_shares = block->outer_shares, outer_slopes = block->outer_slopes, key_slopes = block->key_slopes;
     }
     const int64_t each = 1 + paired; /* keys of a word */
-    mix_keys(key_slopes + low / each, width / each, span->keys + low / each * dim, seen / each, dim, block->found, paired);
-    add_outer(outer_slopes + low, width, block->outer_queries, seen, dim, span->key_grads + low * dim, paired);
-    add_outer(outer_shares + low, width, block->outer_grads, seen, dim, span->value_grads + low * dim, paired);
-    for (int64_t i = 0; i < QUERIES; i++) {
+    mix_keys(key_slopes, width / each, span->keys, low / each, seen / each, dim, block->found, queries, paired);
+    add_outer(outer_slopes + low, width, block->outer_queries, seen, dim, span->key_grads + low * dim, queries, paired);
+    add_outer(outer_shares + low, width, block->outer_grads, seen, dim, span->value_grads + low * dim, queries, paired);
+    for (int64_t i = 0; i < queries; i++) {
         if (!place[i]) continue;
         for (int64_t d = 0; d < dim; d += LANES) store(place[i], d, *(vf *)(block->found + i * dim + d), half);
     }
@@ -343,11 +383,12 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     const Packed *p = in->rows;
     const int64_t dim = in->dim, half = in->half;
     if (dim % COLUMNS) return 1;
-    const int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
+    const int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + SEEN) / SEEN * SEEN;
     const int paired = PAIRS && half && groups > 1;
-    const int64_t together = groups < QUERIES ? groups : QUERIES, slots = paired ? (together + 1) / 2 * 2 : together;
-    const int64_t rows = QUERIES / slots, sums_size = 2 * in->count * dim;
-    const int64_t memory_size = sums_size + 5 * width * dim + 6 * QUERIES * dim + (2 * QUERIES + 3 * QUERIES / 2) * width;
+    const int64_t queries = paired ? PAIRED_QUERIES : QUERIES, together = groups < queries ? groups : queries;
+    const int64_t slots = paired ? (together + 1) / 2 * 2 : together, rows = queries / slots;
+    const int64_t sums_size = 2 * in->count * dim;
+    const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + (2 * queries + 3 * queries / 2) * width;
     float *memory = malloc(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
@@ -356,13 +397,14 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     float **parts[] = {&span.keys, &span.turned_keys, &span.turned_values, &span.key_grads, &span.value_grads};
     for (int i = 0; i < 5; i++, next += width * dim) *parts[i] = next;
     float **small[] = {&block.queries, &block.grads, &block.outer_queries, &block.outer_grads, &block.found, &block.zeros};
-    for (int i = 0; i < 6; i++, next += QUERIES * dim) *small[i] = next;
+    for (int i = 0; i < 6; i++, next += queries * dim) *small[i] = next;
     float **factors[] = {&block.shares, &block.slopes};
-    for (int i = 0; i < 2; i++, next += QUERIES * width) *factors[i] = next;
+    for (int i = 0; i < 2; i++, next += queries * width) *factors[i] = next;
     float **halved[] = {&block.outer_shares, &block.outer_slopes, &block.key_slopes};
-    for (int i = 0; i < 3; i++, next += QUERIES / 2 * width) *halved[i] = next;
+    for (int i = 0; i < 3; i++, next += queries / 2 * width) *halved[i] = next;
     memset(block.zeros, 0, sizeof(float) * dim);
     if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
+    BEGIN_PRODUCTS(paired);
     for (int64_t k = first; k < last; k++) {
         memset(sums, 0, sizeof(float) * sums_size);
         for (int64_t r = 0, end; r < p->rows; r = end) {
@@ -378,6 +420,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
         }
         store_sums(p, sums, in->count, dim, k, half, in->grads);
     }
+    END_PRODUCTS(paired);
     free(memory);
     return 0;
 }
