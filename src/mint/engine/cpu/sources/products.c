@@ -95,24 +95,52 @@ int product_floats(const Product *in, int64_t first, int64_t last) {
     return 0;
 }
 
+/* From pairs of inputs [8, 16 outputs] pairs of outputs [8, 16 inputs]. */
+#ifdef __AVX512BW__
+INLINE void turn_pairs(const int32_t *from, int32_t *to) {
+    /* of two outputs and two inputs, which are 8 bytes: pairs of outputs instead of pairs of inputs */
+    const __m512i swapped = _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
+    __m512i a[8], b[8];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) a[k] = _mm512_shuffle_epi8(_mm512_loadu_si512(from + k * LANES), swapped);
+#pragma GCC unroll 4
+    for (int k = 0; k < 8; k += 2) {
+        b[k] = _mm512_unpacklo_epi64(a[k], a[k + 1]);
+        b[k + 1] = _mm512_unpackhi_epi64(a[k], a[k + 1]);
+    }
+    /* quarter q of b[k + odd] holds, of rows k and k + 1, column 2 * q + odd */
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+        __m512i low = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0x88), high = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0x88);
+        __m512i low2 = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0xdd), high2 = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0xdd);
+        _mm512_storeu_si512(to + odd * LANES, _mm512_shuffle_i64x2(low, high, 0x88));
+        _mm512_storeu_si512(to + (4 + odd) * LANES, _mm512_shuffle_i64x2(low, high, 0xdd));
+        _mm512_storeu_si512(to + (2 + odd) * LANES, _mm512_shuffle_i64x2(low2, high2, 0x88));
+        _mm512_storeu_si512(to + (6 + odd) * LANES, _mm512_shuffle_i64x2(low2, high2, 0xdd));
+    }
+}
+#else
+INLINE void turn_pairs(const int32_t *from, int32_t *to) {
+    uint64_t pairs[8][8];
+    memcpy(pairs, from, sizeof pairs);
+    for (int pair = 0; pair < 8; pair++)
+        for (int k = 0; k < 8; k++) {
+            /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
+            uint64_t found = pairs[k][pair], inner = (found >> 16 & 0xffff0000u) | (found & 0xffff0000u) << 16;
+            found = (found & 0xffff00000000ffffu) | inner;
+            memcpy(to + (pair * 8 + k) * 2, &found, sizeof found);
+        }
+}
+#endif
+
 /* `turn_floats` for bfloat16; O is a multiple of 32. */
 int turn_halves(const Turn *in, int64_t first, int64_t last) {
     const int64_t words = in->inputs / 2;
     for (int64_t p = first; p < last; p += TURNED)
         for (int64_t o = 0; o < in->outputs; o += LANES)
-            for (int64_t own = p; own < last && own < p + TURNED; own++) {
-                const int32_t *from = in->source + o * words + own * LANES / 2 * LANES;
-                uint64_t pairs[8][8], *to = (uint64_t *)(in->target + (own * in->outputs + o) / 2 * LANES);
-                memcpy(pairs, from, sizeof pairs);
-                for (int k = 0; k < 8; k++)
-                    for (int pair = 0; pair < 8; pair++) {
-                        /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
-                        uint64_t found = pairs[k][pair], inner = (found >> 16 & 0xffff0000u) | (found & 0xffff0000u) << 16;
-                        pairs[k][pair] = (found & 0xffff00000000ffffu) | inner;
-                    }
-                for (int pair = 0; pair < 8; pair++)
-                    for (int k = 0; k < 8; k++) to[pair * 8 + k] = pairs[k][pair];
-            }
+            for (int64_t own = p; own < last && own < p + TURNED; own++)
+                turn_pairs(in->source + o * words + own * LANES / 2 * LANES,
+                           in->target + (own * in->outputs + o) / 2 * LANES);
     return 0;
 }
 
