@@ -20,7 +20,7 @@ from mint.engine import instruction_sets
 from mint.engine.cpu import build as native_build
 from mint.engine.cpu.build import COMPILERS, SOURCES, NativeBuild, sources_digest
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.instruction_sets import instruction_set
+from mint.engine.instruction_sets import instruction_set, sets_of_processor
 from mint.engine.memory.machine_memory import keep_freed_memory
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, MissingExtraError
@@ -78,6 +78,27 @@ def test_other_flags_give_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
     before = set(NativeBuild(folder).libraries().values())
     monkeypatch.setattr(native_build, "FLAGS", (*UNOPTIMIZED, "-DOTHER"))
     assert not before & set(NativeBuild(folder).libraries().values())
+
+
+@needs_compiler
+def test_a_compiler_that_lacks_the_fastest_set_of_instructions_takes_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastest, *others = sets_of_processor()
+    if not others:
+        pytest.skip("there is no other set")
+    old, real = tmp_path / "oldcc", next(filter(None, map(shutil.which, COMPILERS)))
+    old.write_text(f'#!/bin/sh\ncase "$*" in *{fastest.flags[-1]}*) exit 1;; esac\nexec {real} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(native_build, "COMPILERS", ("oldcc",))
+    monkeypatch.setattr(native_build, "SOURCES", FEW)
+    build = NativeBuild(tmp_path / "kernels")
+    assert build.libraries().keys() == {source.stem for source in FEW}
+    assert build.instructions == others[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(native_build, "SOURCES", FEW)
+    assert NativeBuild(tmp_path / "kernels").instructions == fastest  # after an upgrade
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ file ends in the checksum of its content: a file that is cut off, damaged or wri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,10 +21,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
-from mint.engine.instruction_sets import InstructionSet, instruction_set, sets_of_machine
+from mint.engine.instruction_sets import InstructionSet, instruction_set, sets_of_machine, sets_of_processor
 from mint.errors import MissingExtraError
 
 log = logging.getLogger("mint.kernels")
@@ -50,6 +53,9 @@ COMPILE_SECONDS = 900.0
 """One file takes about one second of a processor. A busy machine may need a minute; a compiler that takes so long
 hangs."""
 
+FLAG_SECONDS = 10.0
+"""A compiler reads an empty file in a few hundredths of a second."""
+
 NOTICE_SECONDS = 20.0
 """After so long the log says that the compiler is still at work."""
 
@@ -67,13 +73,14 @@ class NativeBuild:
 
     def __init__(self, folder: Path, *, required: bool = True, instructions: str | None = None) -> None:
         """Compiles into `folder` what it does not have. If that fails, an engine does without unless they are
-        `required`. `instructions` is the name of a set; None: the fastest one that the processor has.
+        `required`. `instructions` is the name of a set; None: the fastest one that the processor has and the compiler
+        knows.
 
         Raises:
             InvalidRequestError: the processor does not have these instructions.
         """
         self.required = required
-        self.instructions = instruction_set(instructions)
+        self.instructions = _fastest_set(folder) if instructions is None else instruction_set(instructions)
         # The threads are joined at exit, so that no compiler outlives the process.
         pool = ThreadPoolExecutor(len(SOURCES), thread_name_prefix="mint-compile")
         self._parts = {source.stem: pool.submit(_library, folder, source, self.instructions) for source in SOURCES}
@@ -95,6 +102,44 @@ class NativeBuild:
         return {stem: part.result() for stem, part in self._parts.items()}
 
 
+def _fastest_set(folder: Path) -> InstructionSet:
+    """The fastest set of this processor whose kernels are there, or can be compiled: old compilers lack the newest
+    sets. Without a compiler, the fastest of all."""
+    compiler = _compiler()
+    for instructions in sets_of_processor():
+        places = [PREBUILT / instructions.name, folder]
+        with contextlib.suppress(OSError):  # said when the folder is needed
+            if all(_libraries(places, source, instructions) for source in SOURCES):
+                return instructions
+        if compiler is not None and _takes(compiler, instructions.flags):
+            return instructions
+    return instruction_set()
+
+
+@cache
+def _takes(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Whether a compiler does not refuse such flags."""
+    command = [compiler, *flags, "-E", "-x", "c", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=FLAG_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return True  # its first file says what is wrong
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _libraries(folders: Sequence[Path], source: Path, instructions: InstructionSet) -> list[Path]:
+    """What has the name of a source's library in these folders, sound or not.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    name = f"{source.stem}-{target_name()}-{_key(source, instructions)}-*.so"
+    return [library for folder in folders for library in sorted(folder.glob(name))]
+
+
 def sources_digest(instructions: InstructionSet) -> str:
     """The digest of all sources and of the compiler's flags. Comments and white space are left out: they change no
     bit."""
@@ -105,14 +150,14 @@ def sources_digest(instructions: InstructionSet) -> str:
 def _library(folder: Path, source: Path, instructions: InstructionSet) -> Path:
     """The library of a source, compiled if neither the package nor the folder has a sound one."""
     key = _key(source, instructions)  # before it is compiled: an upgrade may replace the source meanwhile
-    for library in sorted((PREBUILT / instructions.name).glob(f"{source.stem}-{target_name()}-{key}-*.so")):
+    for library in _libraries([PREBUILT / instructions.name], source, instructions):
         # Belongs to whoever has installed the package, as its Python files do.
         if _is_whole(library):
             return library
         log.warning("%s is not loaded: its content is not what was compiled. Install mint again", library)
     try:
         _make_private(folder)
-        for library in sorted(folder.glob(f"{source.stem}-{target_name()}-{key}-*.so")):
+        for library in _libraries([folder], source, instructions):
             if (fault := _fault_of(library)) is None:
                 return library
             log.warning("%s is not loaded but compiled again: %s", library, fault)
@@ -188,7 +233,7 @@ def prebuild(folder: Path) -> list[Path]:
 
 
 def _compile(folder: Path, source: Path, key: str, instructions: InstructionSet) -> Path:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = _compiler()
     if compiler is None:
         raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
     with tempfile.TemporaryDirectory(dir=folder) as place:
