@@ -27,6 +27,8 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((aligned(64))) AmxShapes;
 
+INLINE void set_shapes(const AmxShapes *shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(*shapes)); }
+
 /* Sums of `rows` rows; sums run over `words` words, at most 16, at a time. Registers 4 and 5 are rows, 6 and 7 panels. */
 INLINE void begin_amx(int64_t rows, int64_t words) {
     const int64_t first = rows < 16 ? rows : 16, second = rows - first;
@@ -36,7 +38,7 @@ INLINE void begin_amx(int64_t rows, int64_t words) {
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second ? second : first; /* no register may be empty */
     shapes.row_bytes[4] = shapes.row_bytes[5] = 4 * words;
     shapes.rows[6] = shapes.rows[7] = words;
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+    set_shapes(&shapes);
 }
 
 /* The processor may save less when it switches to another thread. */
@@ -97,8 +99,8 @@ INLINE void multiply_registers(const int two_blocks, const int two_panels, const
 }
 
 /* The same for panels `first` to `last`. */
-INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t r, int64_t first, int64_t last, int64_t ahead,
-                            int64_t lines) {
+INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t r, int64_t first, int64_t last,
+                            int64_t ahead, int64_t lines) {
     int64_t p = first;
     for (; p + 2 <= last; p += 2) multiply_registers(two_blocks, 1, in, r, p, ahead, lines);
     if (p < last) multiply_registers(two_blocks, 0, in, r, p, ahead, lines);
@@ -108,7 +110,8 @@ INLINE void multiply_panels(const int two_blocks, const AmxProduct *in, int64_t 
 INLINE void multiply_words(const AmxProduct *in, int64_t words, int64_t rows, int64_t first, int64_t last) {
     /* blocks of rows fetch one part after the other */
     const int64_t blocks = (rows + AMX_ROWS - 1) / AMX_ROWS;
-    const int64_t lines = in->next && blocks > 1 ? (PANEL + blocks - 1) / blocks : 0; /* one alone waits for memory anyway */
+    /* a block alone waits for memory anyway */
+    const int64_t lines = in->next && blocks > 1 ? (PANEL + blocks - 1) / blocks : 0;
     for (int64_t r = 0, size, ahead = 0; r < rows; r += size, ahead += in->words / PANEL * lines) {
         size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
         if (r == 0 || size < AMX_ROWS) begin_amx(size, words);

@@ -98,8 +98,8 @@ INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int
     factors += low;
 #ifdef __AMX_BF16__
     if (paired) {
-        const AmxProduct own = {(const int32_t *)factors, width, (const int32_t *)keys + low * LANES, width * LANES, count, out,
-                                dim};
+        const int32_t *panels = (const int32_t *)keys + low * LANES;
+        const AmxProduct own = {(const int32_t *)factors, width, panels, width * LANES, count, out, dim};
         multiply_panels(0, &own, 0, 0, dim / LANES, 0, 0);
         return;
     }
@@ -238,7 +238,8 @@ static void read_span(const Packed *p, int64_t last, int64_t k, const char *head
         }
         if (span->paired) {
             for (int64_t i = 0; i < LANES; i += 2)
-                for (int64_t d = 0; d < dim; d += LANES) *mix_place(span, start + i, d) = pairs_of(key[i], key[i + 1], d);
+                for (int64_t d = 0; d < dim; d += LANES)
+                    *mix_place(span, start + i, d) = pairs_of(key[i], key[i + 1], d);
         } else {
             for (int64_t i = 0; i < LANES; i++) {
                 float *wide_key = span->keys + (start + i) * dim, *wide_value = values + i * dim;
@@ -301,8 +302,8 @@ typedef struct {
     char *grads;
 } AttendPackedBackward;
 
-/* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, as many as a block has or fewer. Where
-   there is no query, rows are zeros. */
+/* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, no more in all
+   than a block has. Where there is no query, rows are zeros. */
 INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
                       int64_t slots, Span *span, Block *block, const int paired) {
     const int queries = paired ? PAIRED_QUERIES : QUERIES, seen_by = paired ? SEEN : LANES;

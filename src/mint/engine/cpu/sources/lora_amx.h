@@ -7,7 +7,7 @@
 #include "lora_words.h"
 
 #define CHUNK 128          /* rows that a lora's part is computed for together */
-#define LEAST_PANEL_ROWS 1 /* from so many rows on, the rows of a are turned into panels first */
+#define LEAST_PANEL_ROWS 8 /* from so many rows on, the rows of a are turned into panels first */
 #define BLOCK 96           /* rows of a gradient that are done with before the next ones */
 #define GRAD_ROWS BLOCK
 #define X_PANELS 8
@@ -15,10 +15,50 @@
 /* Columns of the pairs of rows [ranks, BLOCK / 2] twice, of down and of grad_down; and sums [wide, GRADS]. */
 INLINE int64_t room_of(int64_t ranks, int64_t wide) { return ranks * BLOCK + wide * GRADS; }
 
-/* down [rows, ranks] = scale * x [rows, words] times the panels of a. */
-static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
-                         int64_t ranks, int64_t inputs, float scale, float *down) {
+/* Words that `squeeze_rows` needs where a is not in panels. */
+INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
+
+/* 16 ranks, or fewer, for one row x [words]: a register holds the rows of a, another one x as a column. */
+INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t stride, int64_t words, float *found) {
+    __asm__ volatile("" : : : "memory"); /* as in amx.h */
+    _tile_zero(0);
+    for (int64_t i = 0; i < words; i += LANES) {
+        _tile_loadd(4, a + i, 4 * stride);
+        _tile_loadd(6, x + i, 4);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, found, 4);
+}
+
+/* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], in the order in which panels are summed. */
+static void squeeze_few(int64_t rows, const int32_t *x, const float *a, int64_t half, int64_t ranks, int64_t inputs,
+                        float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
+    const int as_it_lies = half && inputs == 2 * words;
+    for (int64_t j = 0, own; j < ranks; j += own) {
+        own = ranks - j < LANES ? ranks - j : LANES;
+        const int32_t *matrix = as_it_lies ? (const int32_t *)a + j * words : room;
+        for (int64_t k = 0; k < own && !as_it_lies; k++) take_row(a, half, (j + k) * inputs, inputs, room + k * words);
+        const AmxShapes shapes = {.palette = 1,
+                                  .row_bytes = {[0] = 4, [4] = 64, [6] = 4},
+                                  .rows = {[0] = own, [4] = own, [6] = LANES}};
+        set_shapes(&shapes);
+        for (int64_t r = 0; r < rows; r++) {
+            float found[LANES];
+            squeeze_row(x + r * words, matrix, words, words, found);
+            put_first(down + r * ranks + j, scaled(loaded(found), same(scale)), own);
+        }
+    }
+}
+
+/* The same by the panels of a, if they are there. */
+static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
+                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
+    const int64_t words = words_of(inputs);
+    if (!panels) {
+        squeeze_few(rows, x, a, half, ranks, inputs, scale, down, room);
+        return;
+    }
     float found[AMX_ROWS * 2 * LANES] __attribute__((aligned(64)));
     for (int64_t r = 0, size; r < rows; r += size) {
         size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
@@ -37,8 +77,8 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t
 }
 
 /* out [rows, size] += factors [rows, pairs] times columns [size / 16, pairs, 16]. */
-static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs, float *out,
-                       int64_t outputs, int64_t size) {
+static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs,
+                       float *out, int64_t outputs, int64_t size) {
     AmxProduct own = {factors, stride, columns, pairs * LANES, pairs, out, outputs, 1};
     multiply_amx(&own, rows, 0, size / LANES);
 }

@@ -34,7 +34,7 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     const int64_t rows = last - first < CHUNK ? last - first : CHUNK;
     const int has_panels = last - first >= LEAST_PANEL_ROWS;
     int64_t all = 0;
-    const int64_t panels_at = place(&all, has_panels ? panels_of(ranks) * words * LANES : 0);
+    const int64_t panels_at = place(&all, has_panels ? panels_of(ranks) * words * LANES : ranks_room(words));
     const int64_t x_at = place(&all, rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
     const int64_t factors_at = place(&all, rows * stride + LANES);
     const int64_t columns_at = place(&all, SEGMENT * pairs + 15 * LANES);
@@ -48,7 +48,7 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
         float *down = in->down ? in->down + start * ranks : squeezed, *out = in->out + start * outputs;
         for (int64_t r = 0; r < count; r++) take_row(in->x, in->half, (start + r) * inputs, inputs, x + r * words);
-        squeeze_rows(count, x, in->a, in->rounded, panels, ranks, inputs, in->scale, down);
+        squeeze_rows(count, x, in->a, in->rounded, panels, ranks, inputs, in->scale, down, room + panels_at);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
@@ -68,8 +68,10 @@ static void turn_pairs_of_ranks(const LoraGradient *in, const Turned *turned) {
         for (int64_t j = 0; j < in->rank; j += 2) {
             const float *a = in->a + (part * in->rank + j) * inputs;
             int32_t *to = turned->a + (part * turned->pairs + j / 2) * LANES;
-            for (int64_t i = 0; i < inputs; i += LANES)
-                _mm512_storeu_si512(to + i * turned->stride, side_by_side(loaded(a + i), j + 1 < in->rank ? loaded(a + inputs + i) : zeros()));
+            for (int64_t i = 0; i < inputs; i += LANES) {
+                Vector next = j + 1 < in->rank ? loaded(a + inputs + i) : zeros();
+                _mm512_storeu_si512(to + i * turned->stride, side_by_side(loaded(a + i), next));
+            }
         }
 }
 
@@ -80,7 +82,8 @@ static void find_down(const LoraGradient *in, const Turned *turned, int64_t star
     if (!in->down) {
         for (int64_t r = 0; r < count; r++)
             take_row(in->x, in->half, (start + r) * in->inputs, in->inputs, turned->x + r * words);
-        squeeze_rows(count, turned->x, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down);
+        squeeze_rows(count, turned->x, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down,
+                     turned->ranks_room);
     }
     for (int64_t r = 0; r < count; r += 2)
         for (int64_t part = 0; part < in->parts; part++)
@@ -128,11 +131,13 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t rows = in->rows < BLOCK ? in->rows + in->rows % 2 : BLOCK; /* an even number */
     int64_t all = 0;
     const int64_t a = place(&all, in->grad_x ? stride * inputs : 0);
-    const int64_t panels = place(&all, has_panels ? panels_of(parts * rank) * words * LANES : 0);
+    const int64_t panels_size = has_panels ? panels_of(parts * rank) * words * LANES : is_again ? ranks_room(words) : 0;
+    const int64_t panels = place(&all, panels_size);
     const int64_t outputs = place(&all, GRADS / 2 * wide), x = place(&all, is_again ? rows * words : 0);
     const int64_t grads = place(&all, GRAD_ROWS * GRADS / 2), grad_rows = place(&all, BLOCK / 2 * GRADS);
     const int64_t x_rows = place(&all, X_PANELS * BLOCK / 2 * LANES), down_rows = place(&all, BLOCK / 2 * ranks);
-    const int64_t grad_down_rows = place(&all, BLOCK / 2 * ranks), own_room = place(&all, room_of(ranks, wide)), factors = place(&all, rows * stride + LANES);
+    const int64_t grad_down_rows = place(&all, BLOCK / 2 * ranks), own_room = place(&all, room_of(ranks, wide));
+    const int64_t factors = place(&all, rows * stride + LANES);
     const int64_t down = place(&all, is_again ? rows * parts * rank : 0), grad_down = place(&all, rows * ranks);
     int32_t *room = malloc(4 * all);
     if (!room) return 2;
@@ -142,6 +147,7 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
                            .stride = stride,
                            .a = room + a,
                            .panels = has_panels ? room + panels : 0,
+                           .ranks_room = room + panels,
                            .outputs = room + outputs,
                            .x = room + x,
                            .grads = room + grads,

@@ -19,7 +19,9 @@
 #define GRAD_ROWS NARROWED_ROWS
 #define X_PANELS 1
 
+/* What the products themselves need beside; nothing here. */
 INLINE int64_t room_of(int64_t ranks, int64_t wide) { return 0; }
+INLINE int64_t ranks_room(int64_t words) { return 0; }
 
 /* total + x * y for the pairs of words, and the same with one word for all lanes. */
 INLINE Vector add_words(Vector total, Words x, Words y) { return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)y); }
@@ -109,7 +111,7 @@ INLINE void squeeze_few(int64_t rows, const int32_t *x, const float *a, const in
 
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], by its panels if they are there. */
 static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
-                         int64_t ranks, int64_t inputs, float scale, float *down) {
+                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
     int64_t r = 0;
     if (panels) {
@@ -166,8 +168,8 @@ INLINE void widen_outputs(const int rows, const int32_t *down, int64_t stride, c
 }
 
 /* For all rows: out [rows, size] += factors [rows, pairs] times columns. */
-static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs, float *out,
-                       int64_t outputs, int64_t size) {
+static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs,
+                       float *out, int64_t outputs, int64_t size) {
     int64_t r = 0;
     for (; r + WIDENED_ROWS <= rows; r += WIDENED_ROWS)
         widen_outputs(WIDENED_ROWS, factors + r * stride, stride, columns, pairs, out + r * outputs, outputs, size);

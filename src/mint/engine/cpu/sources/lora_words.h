@@ -141,6 +141,7 @@ typedef struct {
     int64_t pairs, stride; /* likewise */
     int32_t *a;            /* [I / 16, stride, 16]: of two ranks */
     int32_t *panels;       /* of a; missing where there are few rows, or where `down` is given */
+    int32_t *ranks_room;   /* `ranks_room` words where there are no panels */
     int32_t *outputs;      /* [wide / 16, GRADS / 2, 16]: of two outputs of b */
     int32_t *x;            /* [BLOCK, words] */
     int32_t *grads;        /* [GRAD_ROWS, GRADS / 2]: of two outputs */

@@ -111,8 +111,10 @@ INLINE void turn_pairs(const int32_t *from, int32_t *to) {
     /* quarter q of b[k + odd] holds, of rows k and k + 1, column 2 * q + odd */
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
-        __m512i low = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0x88), high = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0x88);
-        __m512i low2 = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0xdd), high2 = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0xdd);
+        __m512i low = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0x88);
+        __m512i high = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0x88);
+        __m512i low2 = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0xdd);
+        __m512i high2 = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0xdd);
         _mm512_storeu_si512(to + odd * LANES, _mm512_shuffle_i64x2(low, high, 0x88));
         _mm512_storeu_si512(to + (4 + odd) * LANES, _mm512_shuffle_i64x2(low, high, 0xdd));
         _mm512_storeu_si512(to + (2 + odd) * LANES, _mm512_shuffle_i64x2(low2, high2, 0x88));
