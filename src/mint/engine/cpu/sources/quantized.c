@@ -14,6 +14,7 @@
 
 #include <string.h>
 
+#include "amx.h"
 #include "calls.h"
 #include "product_tiles.h"
 
@@ -346,14 +347,13 @@ static void run_tiles(ShareTile *const tiles[ROWS][2], Share share, int64_t rows
 }
 
 /* The numbers of `count` inputs of a panel, without their scale. */
-INLINE void widen(const int kind, const int half, const int32_t *codes, const float *table, int64_t count,
-                  int32_t *to) {
-    const Tables tables = make_tables(kind, half, table);
+INLINE void widen(const int kind, const int half, const int32_t *codes, const Tables *tables, int64_t count, int32_t *to) {
+    const Tables own = *tables; /* `to` might be the same place, for all that the compiler knows */
     for (int64_t i = 0; i < count; i += inputs_in(kind, half), codes += LANES) {
         Vector words = loaded((const float *)codes);
 #pragma GCC unroll 8
         for (int k = 0; k < vectors_in(kind, half); k++, to += LANES)
-            put((float *)to, numbers(kind, half, words, k, &tables));
+            put((float *)to, numbers(kind, half, words, k, &own));
     }
 }
 
@@ -365,6 +365,7 @@ INLINE void multiply_rows(const int kind, const int half, ShareTile *const tiles
     const Quantized *matrix = (const Quantized *)in->packed;
     const int64_t inputs = in->inputs, words = inputs / inputs_in(kind, half) * LANES;
     const int64_t scales = inputs / matrix->block * LANES;
+    const Tables tables = make_tables(kind, half, matrix->table);
     int32_t found[PANELS * SUMMED * LANES] __attribute__((aligned(64)));
     for (int64_t p = first, panels; p < last; p += panels) {
         panels = last - p < PANELS ? 1 : PANELS;
@@ -384,18 +385,55 @@ INLINE void multiply_rows(const int kind, const int half, ShareTile *const tiles
             share.to = i + size;
             share.x = x + (i >> half);
             for (int64_t own = 0; own < panels; own++)
-                widen(kind, half, codes + own * words + i / inputs_in(kind, half) * LANES, matrix->table, size,
+                widen(kind, half, codes + own * words + i / inputs_in(kind, half) * LANES, &tables, size,
                       found + own * share.panel);
             run_tiles(wide_tiles, share, count, panels == PANELS);
         }
     }
 }
 
+#ifdef __AMX_BF16__
+/* The same in bfloat16 by AMX, whatever the number of rows: sums of its own order. `sums` has room for `count` rows of
+   PANELS panels. */
+INLINE void multiply_rows_by_amx(const int kind, const Product *in, const int32_t *x, int64_t start, int64_t count,
+                                 int64_t first, int64_t last, float *sums) {
+    const Quantized *matrix = (const Quantized *)in->packed;
+    const int64_t inputs = in->inputs, each = inputs_in(kind, 1), words = inputs / each * LANES;
+    const int64_t blocks = inputs / matrix->block, wide = PANELS * LANES;
+    const Tables tables = make_tables(kind, 1, matrix->table);
+    const int is_told = count <= AMX_ROWS && matrix->block % (2 * LANES) == 0; /* once, how many rows and words there are */
+    if (is_told) begin_amx(count, LANES);
+    int32_t found[PANELS * SUMMED / 2 * LANES] __attribute__((aligned(64)));
+    for (int64_t p = first, panels; p < last; p += panels) {
+        panels = last - p < PANELS ? last - p : PANELS;
+        for (int64_t i = 0, size; i < inputs; i += size) {
+            size = summed(i, matrix->block);
+            const int64_t panel = size / 2 * LANES;
+            for (int64_t own = 0; own < panels; own++)
+                widen(kind, 1, matrix->codes + (p + own) * words + i / each * LANES, &tables, size, found + own * panel);
+            const AmxProduct product = {x + i / 2, inputs / 2, found, panel, size / 2, sums, wide};
+            if (!is_told) multiply_amx(&product, count, 0, panels);
+            else if (count > 16) multiply_panels(1, &product, 0, 0, panels, 0, 0);
+            else multiply_panels(0, &product, 0, 0, panels, 0, 0);
+            for (int64_t own = 0; own < panels; own++) {
+                const Vector scale = loaded(matrix->scales + ((p + own) * blocks + i / matrix->block) * LANES);
+                for (int64_t r = 0, at = start * in->outputs + (p + own) * LANES; r < count; r++, at += in->outputs) {
+                    Vector total = i ? loaded(in->out + at) : zeros();
+                    total = fused(loaded(sums + r * wide + own * LANES), scale, total);
+                    if (i + size == inputs && in->residual) total = added(total, loaded(in->residual + at));
+                    put(in->out + at, total);
+                }
+            }
+        }
+    }
+}
+#endif
+
 /* 16 inputs from input `at` on of panel `o`, with their scale: [16 inputs, 16 outputs]. */
-INLINE void widen_square(const int kind, const Turn *in, int64_t o, int64_t at, float *to) {
+INLINE void widen_square(const int kind, const Turn *in, const Tables *tables, int64_t o, int64_t at, float *to) {
     const Quantized *matrix = (const Quantized *)in->source;
     const int64_t words = (o * in->inputs + at) / inputs_in(kind, 0), blocks = in->inputs / matrix->block;
-    widen(kind, 0, matrix->codes + words * LANES, matrix->table, LANES, (int32_t *)to);
+    widen(kind, 0, matrix->codes + words * LANES, tables, LANES, (int32_t *)to);
     for (int64_t i = 0; i < LANES; i++, to += LANES) {
         const float *scale = matrix->scales + (o * blocks + (at + i) / matrix->block) * LANES;
         put(to, scaled(loaded(to), loaded(scale)));
@@ -421,10 +459,11 @@ INLINE void join_halves(float *low, const float *high) {
 /* Panels `first` to `last` of the transpose of a matrix [O, I], as products.c reads them; in bfloat16, O is a multiple of
    32. */
 INLINE void turn_panels(const int kind, const int half, const Turn *in, int64_t first, int64_t last) {
+    const Tables tables = make_tables(kind, 0, ((const Quantized *)in->source)->table);
     float squares[2][LANES * LANES] __attribute__((aligned(64)));
     for (int64_t p = first; p < last; p++)
         for (int64_t o = 0; o < in->outputs / LANES; o += 1 + half) {
-            for (int own = 0; own <= half; own++) widen_square(kind, in, o + own, p * LANES, squares[own]);
+            for (int own = 0; own <= half; own++) widen_square(kind, in, &tables, o + own, p * LANES, squares[own]);
             if (half)
                 for (float *low = squares[0], *high = squares[1]; low < squares[1]; low += LANES, high += LANES)
                     join_halves(low, high);
@@ -470,14 +509,21 @@ INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], cons
                            int64_t last) {
     const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
     const int64_t block = in->rows < most ? in->rows : most;
-    int32_t *rounded = malloc(4 * words * block);
+    int32_t *rounded = malloc(4 * block * (words + PANELS * LANES));
     if (!rounded) return 2;
     for (int64_t start = 0, count; start < in->rows; start += count) {
         count = in->rows - start < block ? in->rows - start : block;
         for (int64_t r = 0; r < count; r++)
             round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * words);
+#ifdef __AMX_BF16__
+        multiply_rows_by_amx(kind, in, rounded, start, count, first, last, (float *)(rounded + block * words));
+#else
         multiply_rows(kind, 1, tiles, WIDE_1, in, rounded, start, count, first, last);
+#endif
     }
+#ifdef __AMX_BF16__
+    end_amx();
+#endif
     free(rounded);
     return 0;
 }
