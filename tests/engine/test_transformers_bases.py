@@ -298,7 +298,7 @@ def test_what_was_measured_at_load_is_told(tmp_path: Path) -> None:
     assert dense["sampling_cache"] == "shared prompt" and hybrid["sampling_cache"] == "separate prompts"
     for settings in (dense, hybrid):
         assert settings["implementation"] == "transformers"
-        assert 0 < settings["sampler_trainer_logit_difference"] < 1e-3
+        assert 0 <= settings["sampler_trainer_logit_difference"] < 1e-3
 
 
 def test_an_experts_lora_alone_is_refused_where_experts_are_no_linear_layers(tmp_path: Path) -> None:
