@@ -15,6 +15,7 @@ class CountedSlots(ABC):
         self.holders = np.zeros(count, np.int32)
         """The number of holders of each slot."""
         self._touched = 0  # slots from here on were never taken
+        self._unclean: list[np.ndarray] = []  # free slots that are cleared before the next ones are taken
 
     @property
     def free(self) -> int:
@@ -23,6 +24,9 @@ class CountedSlots(ABC):
 
     def take(self, count: int) -> np.ndarray | None:
         """Takes `count` free slots, consecutive ones if possible; None where too few are free."""
+        if self._unclean:
+            unclean, self._unclean = self._unclean, []
+            self.clear(np.concatenate(unclean))
         free = np.flatnonzero(self.holders[: self._touched + count] == 0)
         if len(free) < count:
             return None
@@ -41,6 +45,10 @@ class CountedSlots(ABC):
     def release(self, slots: np.ndarray) -> None:
         """Takes one holder from each of `slots`."""
         np.subtract.at(self.holders, slots, 1)
+
+    def clear_later(self, slots: np.ndarray) -> None:
+        """Clears free `slots` before any slot is taken again."""
+        self._unclean.append(slots)
 
     @abstractmethod
     def clear(self, slots: np.ndarray) -> None:
@@ -78,4 +86,6 @@ class Lease:
     def __del__(self) -> None:
         left = np.flatnonzero(self._held)
         if len(left):
-            self.release(np.repeat(left, self._held[left]), is_finite=False)
+            np.subtract.at(self._slots.holders, left, self._held[left])
+            # Not now: torch may be compiling, and would take these operations for a part of what it compiles.
+            self._slots.clear_later(left[self._slots.holders[left] == 0])
