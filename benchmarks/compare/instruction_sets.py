@@ -21,6 +21,7 @@ from mint.engine.cpu.attention import DecodedRows, NativePackedAttention, attend
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
+from mint.engine.instruction_sets import sets_of_processor
 from mint.engine.lora import SiteWeights
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.quantized.number_formats import Quantization, quantize
@@ -92,7 +93,8 @@ def seconds(run: Run) -> float:
 def main() -> None:
     """Prints a line for each operation."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", default=["avx512-bf16", "avx512", "avx2"])
+    own = [known.name for known in sets_of_processor() if known.name != "portable"]
+    parser.add_argument("--sets", nargs="+", default=own, help="by default all that this processor has")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="operations whose names begin so")
     given = parser.parse_args()
