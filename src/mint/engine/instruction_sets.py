@@ -136,7 +136,7 @@ def _vendor() -> str:
 
 
 def _fact(name: str) -> str:
-    """What Linux says of the first processor; empty where it says nothing."""
+    """A line of /proc/cpuinfo about the first processor; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -131,7 +131,7 @@ def _compiler() -> str | None:
 
 
 def _libraries(folders: Sequence[Path], source: Path, instructions: InstructionSet) -> list[Path]:
-    """What has the name of a source's library in these folders, sound or not.
+    """The files in these folders that are named as a library of a source, sound or not.
 
     Raises:
         OSError: a folder cannot be read.
