@@ -61,7 +61,7 @@ typedef struct {
    next, `lines` lines are fetched for every 16 words, from `ahead` words on. */
 INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p,
                                int64_t ahead, int64_t lines) {
-    const int32_t *wanted = in->next + p * in->panel + ahead * PANEL;
+    const int32_t *wanted = lines ? in->next + p * in->panel + ahead * PANEL : 0;
     const int64_t x_bytes = 4 * in->x_stride, out_bytes = 4 * in->out_stride;
     const int32_t *x = in->x + r * in->x_stride, *later_x = x + 16 * in->x_stride;
     const int32_t *panel = in->packed + p * in->panel, *next = panel + in->panel;
