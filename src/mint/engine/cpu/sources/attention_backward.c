@@ -16,13 +16,9 @@
 #ifdef __AMX_BF16__
 #define PAIRED_QUERIES 16 /* the rows of a register */
 #define SEEN (2 * LANES)  /* what is seen of the keys begins and ends at multiples of this: the words of a register */
-#define BEGIN_PRODUCTS(paired) if (paired) begin_amx(PAIRED_QUERIES, LANES)
-#define END_PRODUCTS(paired) if (paired) end_amx()
 #else
 #define PAIRED_QUERIES QUERIES
 #define SEEN LANES
-#define BEGIN_PRODUCTS(paired) (void)0
-#define END_PRODUCTS(paired) (void)0
 #endif
 #define COLUMNS (2 * LANES) /* head dimensions are multiples of this */
 
@@ -405,7 +401,9 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     for (int i = 0; i < 3; i++, next += queries / 2 * width) *halved[i] = next;
     memset(block.zeros, 0, sizeof(float) * dim);
     if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
-    BEGIN_PRODUCTS(paired);
+#ifdef __AMX_BF16__
+    if (paired) begin_amx(PAIRED_QUERIES, LANES); /* for all products */
+#endif
     for (int64_t k = first; k < last; k++) {
         memset(sums, 0, sizeof(float) * sums_size);
         for (int64_t r = 0, end; r < p->rows; r = end) {
@@ -421,7 +419,9 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
         }
         store_sums(p, sums, in->count, dim, k, half, in->grads);
     }
-    END_PRODUCTS(paired);
+#ifdef __AMX_BF16__
+    if (paired) end_amx();
+#endif
     free(memory);
     return 0;
 }

@@ -15,15 +15,17 @@
 /* Columns of the pairs of rows [ranks, BLOCK / 2] twice, of down and of grad_down; and sums [wide, GRADS]. */
 INLINE int64_t room_of(int64_t ranks, int64_t wide) { return ranks * BLOCK + wide * GRADS; }
 
+INLINE void end_products(void) { end_amx(); }
+
 /* Words that `squeeze_rows` needs where a is not in panels. */
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
 /* 16 ranks, or fewer, for one row x [words]: a register holds the rows of a, another one x as a column. */
-INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t stride, int64_t words, float *found) {
+INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t words, float *found) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
     for (int64_t i = 0; i < words; i += LANES) {
-        _tile_loadd(4, a + i, 4 * stride);
+        _tile_loadd(4, a + i, 4 * words);
         _tile_loadd(6, x + i, 4);
         _tile_dpbf16ps(0, 4, 6);
     }
@@ -45,7 +47,7 @@ static void squeeze_few(int64_t rows, const int32_t *x, const float *a, int64_t 
         set_shapes(&shapes);
         for (int64_t r = 0; r < rows; r++) {
             float found[LANES];
-            squeeze_row(x + r * words, matrix, words, words, found);
+            squeeze_row(x + r * words, matrix, words, found);
             put_first(down + r * ranks + j, scaled(loaded(found), same(scale)), own);
         }
     }
@@ -114,7 +116,7 @@ static void add_to_b(const LoraGradient *in, const Turned *turned, int64_t part,
     const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
     int32_t *columns = turned->room;
     float *sums = (float *)(turned->room + ranks * BLOCK);
-    if (at == 0) turn_columns(turned->down_rows, pairs, ranks, columns);
+    if (at == 0) turn_columns(turned->down_rows, pairs, ranks, columns); /* once for a block of rows */
     AmxProduct own = {columns + part * wide * (BLOCK / 2), BLOCK / 2, turned->grad_rows, BLOCK / 2 * LANES, pairs, sums,
                       GRADS, 0};
     multiply_amx(&own, wide, 0, size / LANES);

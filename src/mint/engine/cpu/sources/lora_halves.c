@@ -14,10 +14,8 @@
 #ifdef __AVX512BF16__
 #ifdef __AMX_BF16__
 #include "lora_amx.h"
-#define END_PRODUCTS end_amx()
 #else
 #include "lora_vectors.h"
-#define END_PRODUCTS (void)0
 #endif
 
 /* Reserves so many words of a room; returns where they begin. `all` counts the words that are reserved. */
@@ -57,7 +55,7 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
                 widen_rows(count, factors + part * pairs, stride, columns, pairs, out + o, outputs, size);
             }
     }
-    END_PRODUCTS;
+    end_products();
     free(room);
     return 0;
 }
@@ -168,7 +166,7 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
         for (int64_t start = in->rows * group / in->groups; start < end; start += BLOCK)
             add_gradient(in, &turned, start, end - start < BLOCK ? end - start : BLOCK, found);
     }
-    END_PRODUCTS;
+    end_products();
     free(room);
     return 0;
 }

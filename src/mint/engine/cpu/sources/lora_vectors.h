@@ -22,6 +22,7 @@
 /* What the products themselves need beside; nothing here. */
 INLINE int64_t room_of(int64_t ranks, int64_t wide) { return 0; }
 INLINE int64_t ranks_room(int64_t words) { return 0; }
+INLINE void end_products(void) {}
 
 /* total + x * y for the pairs of words, and the same with one word for all lanes. */
 INLINE Vector add_words(Vector total, Words x, Words y) { return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)y); }
