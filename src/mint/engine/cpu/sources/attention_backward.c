@@ -3,9 +3,10 @@
 
    Sums are in float32, in the order of rows and keys; heads and their gradients are float32 or bfloat16. Where the
    processor multiplies pairs of bfloat16 in half the time, it does so: shares, and the slopes of scores, are rounded to
-   bfloat16 before they are multiplied with heads, as FlashAttention does. The two numbers of a pair belong to one head, to
-   two keys, or to two query heads of one row: not to two rows, for then a gradient would depend on which rows have one.
-   With one query head per kv head, a pair would be one query and zeros, and floats are as fast.
+   bfloat16 before they are multiplied with heads, as FlashAttention does. A gradient does not depend on which rows have
+   one. So the two numbers of a pair belong to one head, to two keys, or to two query heads of one row, but not to two rows.
+   With one query head per kv head, a pair would be one query and zeros, and floats are as fast. With AMX the numbers of a
+   pair may belong to two rows, for each row has a place of its own, and a row that is missing leaves zeros there.
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
@@ -14,9 +15,11 @@
 
 #define QUERIES 8
 #ifdef __AMX_BF16__
+#define HAS_AMX 1
 #define PAIRED_QUERIES 16 /* the rows of a register */
 #define SEEN (2 * LANES)  /* what is seen of the keys begins and ends at multiples of this: the words of a register */
 #else
+#define HAS_AMX 0
 #define PAIRED_QUERIES QUERIES
 #define SEEN LANES
 #endif
@@ -49,11 +52,12 @@ typedef struct {
 
 /* Of one block of Q queries: the queries and the gradients of what they attended [Q, words]; the same as rows of an outer
    product [Q, D] (paired: those of two queries side by side, [Q / 2, D]); the gradients for the queries [Q, D]; shares and
-   slopes [Q, width]; and, if paired, these as factors: of two queries [Q / 2, width], of two keys [Q, width / 2]. And a row
-   of zeros [D], for places without a query. */
+   slopes [Q, width]; and, if paired, these as factors: of two queries [Q / 2, width], of two keys [Q, width / 2]. With AMX
+   the former also as rows of a register, shares and then slopes [width, Q]. And a row of zeros [D], for places without a
+   query. */
 typedef struct {
     float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
-    float *outer_shares, *outer_slopes, *key_slopes;
+    float *outer_shares, *outer_slopes, *key_slopes, *outer_factors;
 } Block;
 
 typedef int32_t Word __attribute__((may_alias)); /* two numbers of 16 bits were written */
@@ -145,6 +149,38 @@ INLINE void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
+#ifdef __AMX_BF16__
+#define PAIRED_WORDS (PAIRED_QUERIES / 2)
+
+/* `begin_amx` for this file: registers 2, 3 and 5 are for outer products, over the pairs of a block. */
+static void begin_blocks(void) {
+    AmxShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 4 * LANES, shapes.rows[i] = PAIRED_QUERIES;
+    shapes.row_bytes[5] = 4 * PAIRED_WORDS;
+    shapes.rows[2] = shapes.rows[3] = PAIRED_WORDS;
+    set_shapes(&shapes);
+}
+
+/* sums[j] += sum over words w of factors[j][w] * rows[w], for factors [count, Q] of which the first half is taken. */
+static void add_outer_pairs(const float *factors, const float *rows, int64_t count, int64_t dim, float *sums) {
+    __asm__ volatile("" : : : "memory"); /* as in amx.h */
+    for (int64_t d = 0; d < dim; d += COLUMNS) {
+        _tile_loadd(2, rows + d, 4 * dim);
+        _tile_loadd(3, rows + d + LANES, 4 * dim);
+        for (int64_t j = 0; j < count; j += LANES) {
+            float *first = sums + j * dim + d, *second = first + LANES;
+            _tile_loadd(5, factors + j * PAIRED_QUERIES, 4 * PAIRED_QUERIES);
+            _tile_loadd(0, first, 4 * dim);
+            _tile_loadd(1, second, 4 * dim);
+            _tile_dpbf16ps(0, 5, 2);
+            _tile_dpbf16ps(1, 5, 3);
+            _tile_stored(0, first, 4 * dim);
+            _tile_stored(1, second, 4 * dim);
+        }
+    }
+}
+#endif
+
 /* Of up to LANES queries: from scores, which are still to be multiplied with `scale`, to shares, and from d / d share to
    d / d score; zeros from `low` to their own `firsts`, and from their own `keys` to `padded`. */
 static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *firsts, const int64_t *keys,
@@ -182,6 +218,15 @@ static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t
             *(vf *)(block->outer_shares + p / 2 * width + j) = pairs(first, second);
         }
     }
+#if HAS_AMX
+    const char *rows[PAIRED_QUERIES];
+    for (int i = 0; i < PAIRED_WORDS; i++) {
+        rows[i] = (const char *)(block->outer_shares + i * width);
+        rows[PAIRED_WORDS + i] = (const char *)(block->outer_slopes + i * width);
+    }
+    for (int64_t j = low; j < padded; j += LANES)
+        turn_words(rows, j * sizeof(float), block->outer_factors + j * PAIRED_QUERIES);
+#endif
 }
 
 static int64_t keys_of(const Packed *p, int64_t r) { return p->prefix_count[r] + p->row[r] - p->own[r] + 1; }
@@ -298,6 +343,16 @@ typedef struct {
     char *grads;
 } AttendPackedBackward;
 
+/* How many rows from r on, of `most`, share a block that has places for `rows` rows of a span. With AMX a row's place
+   depends on that row alone. */
+INLINE int64_t rows_of_block(const Packed *p, int64_t r, int64_t most, int64_t rows, const int paired) {
+    if (!HAS_AMX || !paired) return most < rows ? most : rows;
+    const int64_t end = (p->row[r] - p->own[r]) / rows * rows + rows;
+    int64_t count = 1;
+    while (count < most && p->row[r + count] - p->own[r] < end) count++;
+    return count;
+}
+
 /* Queries of `count` rows from r on, of heads `head` to `head + heads_taken`: `slots` for each row, no more in all
    than a block has. Where there is no query, rows are zeros. */
 INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, int64_t head, int64_t heads_taken,
@@ -316,22 +371,21 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
     char *place[PAIRED_QUERIES]; /* of a query's gradient; 0: there is no query */
     float *shares[PAIRED_QUERIES], *slopes[PAIRED_QUERIES], own_sinks[PAIRED_QUERIES + LANES] = {0};
     int64_t firsts[PAIRED_QUERIES], keys[PAIRED_QUERIES], used = 0;
-    for (int64_t i = 0, row = r, slot = 0; i < queries; i++, slot++) {
-        if (slot == slots) slot = 0, row++;
-        query[i] = grad[i] = (const char *)block->zeros;
-        place[i] = 0;
-        if (row >= r + count || slot >= heads_taken) continue;
-        const int64_t own = head + slot, at = (p->row[row] * p->total_heads + own) * dim * bytes;
-        query[i] = heads + at;
-        grad[i] = grad_out + (row * p->query_heads + own) * dim * bytes;
-        place[i] = grads + at;
-        shares[used] = block->shares + i * width;
-        slopes[used] = block->slopes + i * width;
-        keys[used] = keys_of(p, row);
-        firsts[used] = first_seen(keys[used], window);
-        if (sinks) own_sinks[used] = sinks[own];
-        used++;
-    }
+    for (int64_t i = 0; i < queries; i++) query[i] = grad[i] = (const char *)block->zeros, place[i] = 0;
+    for (int64_t row = r; row < r + count; row++)
+        for (int64_t slot = 0; slot < heads_taken; slot++, used++) {
+            const int64_t own_place = HAS_AMX && paired ? (p->row[row] - p->own[row]) % (queries / slots) : row - r;
+            const int64_t i = own_place * slots + slot, own = head + slot;
+            const int64_t at = (p->row[row] * p->total_heads + own) * dim * bytes;
+            query[i] = heads + at;
+            grad[i] = grad_out + (row * p->query_heads + own) * dim * bytes;
+            place[i] = grads + at;
+            shares[used] = block->shares + i * width;
+            slopes[used] = block->slopes + i * width;
+            keys[used] = keys_of(p, row);
+            firsts[used] = first_seen(keys[used], window);
+            if (sinks) own_sinks[used] = sinks[own];
+        }
     for (int64_t row = r + count; row < p->rows && row < r + 2 * count; row++) { /* for the next block */
         fetch(heads + (p->row[row] * p->total_heads + head) * dim * bytes, heads_taken * dim * bytes);
         fetch(grad_out + (row * p->query_heads + head) * dim * bytes, heads_taken * dim * bytes);
@@ -355,8 +409,18 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
     }
     const int64_t each = 1 + paired; /* keys of a word */
     mix_keys(key_slopes, width / each, span->keys, low / each, seen / each, dim, block->found, queries, paired);
-    add_outer(outer_slopes + low, width, block->outer_queries, seen, dim, span->key_grads + low * dim, queries, paired);
-    add_outer(outer_shares + low, width, block->outer_grads, seen, dim, span->value_grads + low * dim, queries, paired);
+    float *key_grads = span->key_grads + low * dim, *value_grads = span->value_grads + low * dim;
+#if HAS_AMX
+    if (paired) {
+        const float *factors = block->outer_factors + low * PAIRED_QUERIES;
+        add_outer_pairs(factors + PAIRED_WORDS, block->outer_queries, seen, dim, key_grads);
+        add_outer_pairs(factors, block->outer_grads, seen, dim, value_grads);
+    }
+#endif
+    if (!HAS_AMX || !paired) {
+        add_outer(outer_slopes + low, width, block->outer_queries, seen, dim, key_grads, queries, paired);
+        add_outer(outer_shares + low, width, block->outer_grads, seen, dim, value_grads, queries, paired);
+    }
     for (int64_t i = 0; i < queries; i++) {
         if (!place[i]) continue;
         for (int64_t d = 0; d < dim; d += LANES) store(place[i], d, *(vf *)(block->found + i * dim + d), half);
@@ -381,11 +445,11 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     const int64_t dim = in->dim, half = in->half;
     if (dim % COLUMNS) return 1;
     const int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + SEEN) / SEEN * SEEN;
-    const int paired = PAIRS && half && groups > 1;
+    const int paired = PAIRS && half && (HAS_AMX || groups > 1);
     const int64_t queries = paired ? PAIRED_QUERIES : QUERIES, together = groups < queries ? groups : queries;
-    const int64_t slots = paired ? (together + 1) / 2 * 2 : together, rows = queries / slots;
+    const int64_t slots = paired && !HAS_AMX ? (together + 1) / 2 * 2 : together, rows = queries / slots;
     const int64_t sums_size = 2 * in->count * dim;
-    const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + (2 * queries + 3 * queries / 2) * width;
+    const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + (2 * queries + 3 * queries / 2 + HAS_AMX * PAIRED_QUERIES) * width;
     float *memory = malloc(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
@@ -399,22 +463,24 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     for (int i = 0; i < 2; i++, next += queries * width) *factors[i] = next;
     float **halved[] = {&block.outer_shares, &block.outer_slopes, &block.key_slopes};
     for (int i = 0; i < 3; i++, next += queries / 2 * width) *halved[i] = next;
+    block.outer_factors = next;
     memset(block.zeros, 0, sizeof(float) * dim);
     if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
 #ifdef __AMX_BF16__
-    if (paired) begin_amx(PAIRED_QUERIES, LANES); /* for all products */
+    if (paired) begin_blocks(); /* for all products */
 #endif
     for (int64_t k = first; k < last; k++) {
         memset(sums, 0, sizeof(float) * sums_size);
         for (int64_t r = 0, end; r < p->rows; r = end) {
             end = end_of_span(p, r, p->rows);
             read_span(p, end - 1, k, in->heads, half, &span);
-            for (int64_t own = r; own < end; own += rows)
+            for (int64_t own = r, count; own < end; own += count) {
+                count = rows_of_block(p, own, end - own, rows, paired);
                 for (int64_t g = 0; g < groups; g += together) {
-                    const int64_t count = own + rows < end ? rows : end - own;
                     const int64_t taken = g + together < groups ? together : groups - g;
                     (paired ? run_pairs : run_floats)(in, own, count, k * groups + g, taken, slots, &span, &block);
                 }
+            }
             add_span(p, end - 1, &span, sums);
         }
         store_sums(p, sums, in->count, dim, k, half, in->grads);
