@@ -55,14 +55,18 @@ typedef struct {
     int64_t out_stride;
     int adds;
     const int32_t *next; /* the panels that will be wanted next, or missing: they are fetched meanwhile */
+    int tiled;           /* whether x lies as the registers take it: [rows / 16, words / 16, 16 rows, 16 words] */
 } AmxProduct;
+
+/* Where 16 rows have their words from i on: side by side, or in a register's order. */
+INLINE int64_t word_place(const AmxProduct *in, int64_t i) { return in->tiled ? i * 16 : i; }
 
 /* For the rows from `r` on that `begin_amx` was told of, and one or two panels from `p` on. Of each panel that is wanted
    next, `lines` lines are fetched for every 16 words, from `ahead` words on. */
 INLINE void multiply_registers(const int two_blocks, const int two_panels, const AmxProduct *in, int64_t r, int64_t p,
                                int64_t ahead, int64_t lines) {
     const int32_t *wanted = lines ? in->next + p * in->panel + ahead * PANEL : 0;
-    const int64_t x_bytes = 4 * in->x_stride, out_bytes = 4 * in->out_stride;
+    const int64_t x_bytes = in->tiled ? 4 * PANEL : 4 * in->x_stride, out_bytes = 4 * in->out_stride;
     const int32_t *x = in->x + r * in->x_stride, *later_x = x + 16 * in->x_stride;
     const int32_t *panel = in->packed + p * in->panel, *next = panel + in->panel;
     float *out = in->out + r * in->out_stride + p * PANEL, *later = out + 16 * in->out_stride;
@@ -84,10 +88,10 @@ INLINE void multiply_registers(const int two_blocks, const int two_panels, const
             if (two_panels) __builtin_prefetch(wanted + in->panel, 0, 2);
         }
         _tile_loadd(6, panel + i * PANEL, 64);
-        _tile_loadd(4, x + i, x_bytes);
+        _tile_loadd(4, x + word_place(in, i), x_bytes);
         if (two_panels) _tile_loadd(7, next + i * PANEL, 64);
         _tile_dpbf16ps(0, 4, 6);
-        if (two_blocks) _tile_loadd(5, later_x + i, x_bytes);
+        if (two_blocks) _tile_loadd(5, later_x + word_place(in, i), x_bytes);
         if (two_panels) _tile_dpbf16ps(1, 4, 7);
         if (two_blocks) _tile_dpbf16ps(2, 5, 6);
         if (two_blocks && two_panels) _tile_dpbf16ps(3, 5, 7);
@@ -128,8 +132,8 @@ static __attribute__((unused)) void multiply_amx(const AmxProduct *in, int64_t r
     own.words = whole;
     if (whole) multiply_words(&own, PANEL, rows, first, last);
     if (whole == in->words) return;
-    own = (AmxProduct){in->x + whole, in->x_stride, in->packed + whole * PANEL, in->panel, in->words - whole, in->out,
-                       in->out_stride, in->adds || whole};
+    own = (AmxProduct){in->x + word_place(in, whole), in->x_stride, in->packed + whole * PANEL, in->panel,
+                       in->words - whole, in->out, in->out_stride, in->adds || whole, 0, in->tiled};
     multiply_words(&own, in->words - whole, rows, first, last);
 }
 

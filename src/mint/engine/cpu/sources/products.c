@@ -147,29 +147,39 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
 }
 
 #ifdef __AMX_BF16__
-#define AMX_WORDS 512  /* of a row: 32 rows stay in the first cache, and */
-#define AMX_PANELS 16  /* so many panels in the second one, beside those that come next */
-#define AMX_ROUNDED 1024 /* rows that are rounded at a time */
+#define AMX_WORDS 512     /* of a row: so many are multiplied at a time */
+#define AMX_ROUNDED 1024  /* rows that are rounded at a time */
+#define FEW_PANELS 8      /* are multiplied at a time if all rows take no more bytes than */
+#define FEW_ROWS 700000   /* these: rows, panels, and those that come next stay in the second cache. If there are more */
+#define MANY_PANELS 16    /* rows, these many, so that rows are read less often */
+
+/* A row of floats, rounded to bfloat16, as row r of tiles. */
+static void round_to_tiles(const float *x, int64_t words, int64_t r, int32_t *tiles) {
+    int32_t *to = tiles + r / 16 * 16 * words + r % 16 * PANEL;
+    for (int64_t i = 0; i < words; i += PANEL, x += 2 * PANEL) round_row(x, 2 * PANEL, to + i * 16);
+}
 
 /* `product_floats` of a bfloat16 matrix and rows that are bfloat16, or are rounded to it. */
 int product_halves(const Product *in, int64_t first, int64_t last) {
-    const int64_t outputs = in->outputs, all = in->inputs / 2, most = in->half ? in->rows : AMX_ROUNDED;
-    const int64_t block = in->rows < most ? in->rows : most;
-    int32_t *rounded = in->half ? 0 : malloc(4 * block * all);
-    if (!in->half && !rounded) return 2;
+    const int64_t outputs = in->outputs, all = in->inputs / 2;
+    const int tiled = !in->half;
+    const int64_t most = tiled && in->rows > AMX_ROUNDED ? AMX_ROUNDED : in->rows;
+    const int64_t panels = 4 * most * all > FEW_ROWS ? MANY_PANELS : FEW_PANELS;
+    int32_t *tiles = tiled ? malloc(4 * (most + 15) * all) : 0;
+    if (tiled && !tiles) return 2;
     for (int64_t start = 0, rows; start < in->rows; start += rows) {
-        rows = in->rows - start < block ? in->rows - start : block;
-        for (int64_t r = 0; r < rows && !in->half; r++)
-            round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * all);
-        const int32_t *x = in->half ? (const int32_t *)in->x : rounded;
+        rows = in->rows - start < most ? in->rows - start : most;
+        for (int64_t r = 0; r < rows && tiled; r++) round_to_tiles(in->x + (start + r) * in->inputs, all, r, tiles);
+        const int32_t *x = tiled ? tiles : (const int32_t *)in->x;
         for (int64_t p = first, end; p < last; p = end) {
-            end = last - p < AMX_PANELS ? last : p + AMX_PANELS;
+            end = last - p < panels ? last : p + panels;
             for (int64_t i = 0; i < all; i += AMX_WORDS) {
                 const int64_t words = all - i < AMX_WORDS ? all - i : AMX_WORDS;
-                const int32_t *packed = in->packed + i * LANES, *next = 0;
-                if (i + words < all) next = packed + words * LANES;
-                else if (end < last) next = in->packed + AMX_PANELS * all * LANES;
-                AmxProduct own = {x + i, all, packed, all * LANES, words, in->out + start * outputs, outputs, i > 0, next};
+                AmxProduct own = {x, all, in->packed + i * LANES, all * LANES, words, in->out + start * outputs, outputs,
+                                  i > 0, 0, tiled};
+                own.x += word_place(&own, i);
+                if (i + words < all) own.next = own.packed + words * LANES;
+                else if (end < last) own.next = in->packed + panels * all * LANES;
                 multiply_amx(&own, rows, p, end);
             }
             for (int64_t r = start; r < start + rows && in->residual; r++)
@@ -178,7 +188,7 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
         }
     }
     if (in->rows && first < last) end_amx();
-    free(rounded);
+    free(tiles);
     return 0;
 }
 #else
