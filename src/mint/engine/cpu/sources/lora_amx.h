@@ -11,6 +11,7 @@
 #define BLOCK 96           /* rows of a gradient that are done with before the next ones */
 #define GRAD_ROWS BLOCK
 #define X_PANELS 8
+#define AHEAD 32 /* lines that are fetched ahead where a matrix is read once */
 
 /* Columns of the pairs of rows [ranks, BLOCK / 2] twice, of down and of grad_down; and sums [wide, GRADS]. */
 INLINE int64_t room_of(int64_t ranks, int64_t wide) { return ranks * BLOCK + wide * GRADS; }
@@ -20,11 +21,12 @@ INLINE void end_products(void) { end_amx(); }
 /* Words that `squeeze_rows` needs where a is not in panels. */
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
-/* 16 ranks, or fewer, for one row x [words]: a register holds the rows of a, another one x as a column. */
-INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t words, float *found) {
+/* `ranks` ranks, 16 or fewer, for one row x [words]: a register holds the rows of a, another one x as a column. */
+INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t ranks, int64_t words, float *found) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
     for (int64_t i = 0; i < words; i += LANES) {
+        for (int64_t k = 0; k < ranks; k++) __builtin_prefetch(a + k * words + i + AHEAD / 4 * LANES, 0, 3);
         _tile_loadd(4, a + i, 4 * words);
         _tile_loadd(6, x + i, 4);
         _tile_dpbf16ps(0, 4, 6);
@@ -47,7 +49,7 @@ static void squeeze_few(int64_t rows, const int32_t *x, const float *a, int64_t 
         set_shapes(&shapes);
         for (int64_t r = 0; r < rows; r++) {
             float found[LANES];
-            squeeze_row(x + r * words, matrix, words, found);
+            squeeze_row(x + r * words, matrix, own, words, found);
             put_first(down + r * ranks + j, scaled(loaded(found), same(scale)), own);
         }
     }
@@ -78,9 +80,45 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t
     }
 }
 
-/* out [rows, size] += factors [rows, pairs] times columns [size / 16, pairs, 16]. */
-static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs,
-                       float *out, int64_t outputs, int64_t size) {
+/* out [rows, size] += factors [rows, words] times b [size, words], in the order in which panels are summed: a register holds
+   the rows of 16 outputs, another one the factors of a row as a column. */
+static void widen_few(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *b, int64_t words, float *out,
+                      int64_t outputs, int64_t size) {
+    const int64_t whole = words / LANES * LANES, rest = words - whole, last = rest ? rest : LANES;
+    const AmxShapes shapes = {.palette = 1,
+                              .row_bytes = {[0] = 4, [4] = 4 * LANES, [5] = 4 * last, [6] = 4, [7] = 4},
+                              .rows = {[0] = LANES, [4] = LANES, [5] = LANES, [6] = LANES, [7] = last}};
+    set_shapes(&shapes);
+    __asm__ volatile("" : : : "memory"); /* as in amx.h */
+    for (int64_t r = 0; r < rows; r++, factors += stride, out += outputs) {
+        if (rest) _tile_loadd(7, factors + whole, 4);
+        for (int64_t o = 0; o < size; o += LANES) {
+            const int32_t *own = b + o * words;
+            for (int64_t i = 0; r == 0 && i < words; i++) __builtin_prefetch(own + (AHEAD + i) * LANES, 0, 3);
+            _tile_loadd(0, out + o, 4);
+            for (int64_t i = 0; i < whole; i += LANES) {
+                _tile_loadd(4, own + i, 4 * words);
+                _tile_loadd(6, factors + i, 4);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            if (rest) {
+                _tile_loadd(5, own + whole, 4 * words);
+                _tile_dpbf16ps(0, 5, 7);
+            }
+            _tile_stored(0, out + o, 4);
+        }
+    }
+}
+
+/* out [rows, size] += factors [rows, pairs] times rows `first` to `first + size` of b [O, rank]. */
+static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const float *b, int64_t half, int64_t rank,
+                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs) {
+    const int64_t pairs = pairs_of(rank);
+    if (half && rank % 2 == 0 && rows < LEAST_PANEL_ROWS) {
+        widen_few(rows, factors, stride, (const int32_t *)b + first * pairs, pairs, out, outputs, size);
+        return;
+    }
+    turn_outputs(b, half, rank, first, size, columns);
     AmxProduct own = {factors, stride, columns, pairs * LANES, pairs, out, outputs, 1};
     multiply_amx(&own, rows, 0, size / LANES);
 }

@@ -51,8 +51,8 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
                 size = in->widths[part] - o < SEGMENT ? in->widths[part] - o : SEGMENT;
-                turn_outputs(in->bs[part], in->rounded, rank, o, size, columns);
-                widen_rows(count, factors + part * pairs, stride, columns, pairs, out + o, outputs, size);
+                widen_rows(count, factors + part * pairs, stride, in->bs[part], in->rounded, rank, o, size, columns, out + o,
+                           outputs);
             }
     }
     end_products();

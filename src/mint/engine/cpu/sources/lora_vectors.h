@@ -168,9 +168,11 @@ INLINE void widen_outputs(const int rows, const int32_t *down, int64_t stride, c
     if (o < count) widen(rows, 1, down, stride, columns + o * pairs, pairs, out + o, outputs);
 }
 
-/* For all rows: out [rows, size] += factors [rows, pairs] times columns. */
-static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *columns, int64_t pairs,
-                       float *out, int64_t outputs, int64_t size) {
+/* out [rows, size] += factors [rows, pairs] times rows `first` to `first + size` of b [O, rank]. */
+static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const float *b, int64_t half, int64_t rank,
+                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs) {
+    const int64_t pairs = pairs_of(rank);
+    turn_outputs(b, half, rank, first, size, columns);
     int64_t r = 0;
     for (; r + WIDENED_ROWS <= rows; r += WIDENED_ROWS)
         widen_outputs(WIDENED_ROWS, factors + r * stride, stride, columns, pairs, out + r * outputs, outputs, size);
