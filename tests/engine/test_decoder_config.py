@@ -391,7 +391,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (1,)
 
 
-@pytest.mark.parametrize("ends", ["x", [1, "2"], 1.5])
+@pytest.mark.parametrize("ends", ["x", [1, "2"], 1.5, 2**31])
 def test_end_tokens_that_are_no_ids_are_refused(ends: object, tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

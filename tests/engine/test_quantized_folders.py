@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.protocol import LORA_ALPHA, LoraSpec
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import InvalidRequestError
+from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.hf_format import write_merged
 
@@ -334,3 +335,53 @@ def test_mxfp4_experts_without_scales_or_of_another_shape_are_refused_by_name(pa
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidRequestError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks"):
         ModelFolder(tmp_path).tensors()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("damage", ["scale", "code"])
+def test_an_fp8_base_with_a_number_that_is_not_finite_is_refused_by_name(
+    damage: str, quantization: str | None, tmp_path: Path
+) -> None:
+    damaged = "model.layers.1.mlp.down_proj.weight"
+
+    def convert(name: str, weight: np.ndarray) -> Quantized | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        stored, numbers = to_fp8(weight, (128, 128), "weight_scale_inv")
+        if name == damaged and damage == "scale":
+            stored["weight_scale_inv"][-1, -1] = float("inf")
+        elif name == damaged:
+            stored[""].view(torch.uint8)[-1, -1] = 0xFF  # a negative NaN
+        return stored, numbers
+
+    whole_blocks = {**WIDE, "hidden_size": 128, "intermediate_size": 256}  # so that FP8 keeps them as they are
+    write_model(tmp_path / "exact", "untied", **whole_blocks)
+    quantize_folder(tmp_path / "exact", tmp_path, BLOCKS, convert)
+    with pytest.raises(CheckpointError, match=rf"the tensor {re.escape(damaged)} has numbers that are not finite"):
+        _engine(tmp_path, quantize=quantization)
+
+
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_experts_with_a_scale_that_is_no_number_are_refused_by_name(quantization: str | None, tmp_path: Path) -> None:
+    def convert(name: str, weight: np.ndarray) -> Quantized | None:
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return None
+        stored, numbers = to_mxfp4(weight)
+        if "layers.1" in name and name.endswith("down_proj"):
+            stored["_scales"][-1, -1, -1] = 255
+        return stored, numbers
+
+    write_model(tmp_path / "exact", "untied", family="gpt_oss", hidden_size=64, intermediate_size=96)
+    quantize_folder(tmp_path / "exact", tmp_path, {"quant_method": "mxfp4"}, convert)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj\S* has numbers that are not finite"):
+        _engine(tmp_path, quantize=quantization)
+
+
+@pytest.mark.parametrize("groups", [[{"weights": {}}], "none", {"group_0": ["weights"]}])
+def test_groups_of_layers_that_are_no_objects_are_refused_by_name(groups: object, tmp_path: Path) -> None:
+    _write_fp8(tmp_path, "outputs")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = groups
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match="config_groups"):
+        _engine(tmp_path)

@@ -27,6 +27,10 @@ _FURTHER_TOKENS = "mtp."
 and that of transformers has none."""
 
 
+_LAST_TOKEN = 2**31 - 1
+"""The largest token id that tokenizers and kernels can hold."""
+
+
 class ModelFolder:
     """An open folder. `config` is the content of config.json but for `quantization`, its `quantization_config`, which
     is None where the weights are as the configuration says.
@@ -73,7 +77,7 @@ class ModelFolder:
     def _read_ends(self) -> tuple[int, ...]:
         found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
         ends = [] if found is None else found if isinstance(found, list) else [found]
-        if not all(type(token) is int for token in ends):
+        if not all(type(token) is int and abs(token) <= _LAST_TOKEN for token in ends):
             raise InvalidRequestError(
                 f"has the eos_token_id {found!r}",
                 field="base_model",

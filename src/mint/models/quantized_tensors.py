@@ -94,8 +94,11 @@ def dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, 
 
 def _block_structure(quantization: Mapping[str, Any]) -> object:
     """The block of the first group of layers that has one; None: a scale for each output, or for each matrix."""
-    groups = (quantization.get("config_groups") or {}).values()
-    blocks = ((group.get("weights") or {}).get("block_structure") for group in groups)
+    groups = quantization.get("config_groups") or {}
+    try:
+        blocks = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+    except AttributeError:  # not an object of objects
+        raise _unsupported("config_groups", groups) from None
     return next((block for block in blocks if block), None)
 
 

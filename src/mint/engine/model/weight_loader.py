@@ -223,6 +223,7 @@ class _Loader:
     def _expert_matrix(self, stored: StoredTensor, expert: int, tensors: ExpertTensors) -> Matrix:
         if isinstance(stored, Mxfp4Tensor):
             codes, scales = (part.to(self._operations.device, copy=True) for part in stored.read_codes(expert))
+            _check_finite(stored, scales)
             kept = keep_mxfp4(codes, scales)
             if kept is not None and self._quantization == "mxfp4":
                 return self._operations.quantized_matrix(kept)
@@ -282,6 +283,8 @@ class _Loader:
         for tensor in stored if self._quantization == "fp8" else ():
             if isinstance(tensor, Fp8Tensor):
                 codes, scales = (part.to(self._operations.device, copy=True) for part in tensor.read_codes())
+                _check_finite(tensor, scales)
+                _check_finite(tensor, _of_largest_codes(codes))
                 parts.append(keep_fp8(codes, scales, tensor.block))
         kept = [part for part in parts if part is not None]
         return join_outputs(kept) if len(kept) == len(stored) else None
@@ -299,11 +302,7 @@ class _Loader:
 
     def _read(self, stored: StoredTensor, dtype: torch.dtype, part: int | None = None) -> Tensor:
         tensor: Tensor = stored.read(part)
-        if not _is_finite(tensor):
-            raise CheckpointError(
-                f"{stored.path}: the tensor {stored.name} has numbers that are not finite",
-                remedy="Copy or download the model again, or take an earlier checkpoint of it",
-            )
+        _check_finite(stored, tensor)
         # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
         return tensor.to(device=self._operations.device, dtype=dtype, copy=True)
 
@@ -333,9 +332,22 @@ class _Loader:
         return InvalidRequestError(f"tensor {name} {what}", field="base_model", remedy=remedy)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are; one pass without a copy, through which NaN and infinity reach the extremes."""
-    if not tensor.numel():
-        return True
-    least, most = tensor.aminmax()
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+def _check_finite(stored: StoredTensor, numbers: Tensor) -> None:
+    """
+    Raises:
+        CheckpointError: some of the `numbers`, which were read from `stored`, are not finite.
+    """
+    if not numbers.numel():
+        return
+    least, most = numbers.aminmax()  # one pass without a copy; NaN and infinity reach the extremes
+    if not torch.isfinite(least) & torch.isfinite(most):
+        raise CheckpointError(
+            f"{stored.path}: the tensor {stored.name} has numbers that are not finite",
+            remedy="Copy or download the model again, or take an earlier checkpoint of it",
+        )
+
+
+def _of_largest_codes(codes: Tensor) -> Tensor:
+    """The numbers of the least and the largest E4M3 code of a matrix without its sign: NaN is the largest of all."""
+    magnitudes = codes.view(torch.uint8).bitwise_and(127)
+    return torch.stack(magnitudes.aminmax()).view(codes.dtype).float()

@@ -19,6 +19,12 @@ from mint.engine.transfers import for_float64
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 
 
+def finite_rows(numbers: Tensor) -> np.ndarray:
+    """Of which rows of float32 [N, W] all numbers are finite, bool [N]: NaN and infinity reach the extremes. This
+    reads each number twice, where `isfinite` reads and writes it several times."""
+    return (numbers.amin(1).isfinite() & numbers.amax(1).isfinite()).cpu().numpy()
+
+
 @dataclass(frozen=True)
 class NextTokens:
     """For each of N sequences its token int64, the logprob float32 as its job asked, whether it has ended, and whether

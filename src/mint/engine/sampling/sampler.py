@@ -40,7 +40,7 @@ from mint.engine.sampling.batch_job import stream_tokens
 from mint.engine.sampling.counted_slots import Lease
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps, DrawingStep, PendingDraw
 from mint.engine.sampling.kv_cache import KVCache
-from mint.engine.sampling.next_tokens import DIVERGED, NextTokens, next_tokens, record_drawn
+from mint.engine.sampling.next_tokens import DIVERGED, NextTokens, finite_rows, next_tokens, record_drawn
 from mint.engine.sampling.paged_job import PagedJob, Prompt
 from mint.engine.sampling.prefill import PartStates, PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
@@ -509,7 +509,7 @@ class Sampler:
             for prompt, size in batch
         ]
         hidden = run_prompts(self._decoder, self._memory.kv_cache, parts, self._memory.states)
-        finite = hidden.isfinite().all(1).cpu().numpy()
+        finite = finite_rows(hidden)
         end = 0
         complete = []
         last = []
@@ -556,7 +556,7 @@ class Sampler:
     def _start(self, prompts: list[Prompt], hidden: Tensor) -> None:
         """Adds rows for prompts that are computed, and draws their next tokens from hidden [prompts, E]."""
         logits = self._decoder.logits(hidden, rows_of([prompt.entry.lora for prompt in prompts]))
-        finite = logits.isfinite().all(1).cpu().numpy()
+        finite = finite_rows(logits)
         started, rows = [], []
         for index, prompt in enumerate(prompts):
             entry, job = prompt.entry, prompt.entry.job
