@@ -6,7 +6,7 @@
 #include "amx.h"
 #include "lora_words.h"
 
-#define CHUNK 128          /* rows that a lora's part is computed for together */
+#define CHUNK 288          /* rows that a lora's part is computed for together */
 #define LEAST_PANEL_ROWS 8 /* from so many rows on, the rows of a are turned into panels first */
 #define BLOCK 96           /* rows of a gradient that are done with before the next ones */
 #define GRAD_ROWS BLOCK

@@ -31,21 +31,24 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     const int64_t ranks = parts * rank, words = words_of(inputs), pairs = pairs_of(rank), stride = parts * pairs;
     const int64_t rows = last - first < CHUNK ? last - first : CHUNK;
     const int has_panels = last - first >= LEAST_PANEL_ROWS;
+    const int reads_x = in->half && inputs == 2 * words; /* as it lies */
     int64_t all = 0;
     const int64_t panels_at = place(&all, has_panels ? panels_of(ranks) * words * LANES : ranks_room(words));
-    const int64_t x_at = place(&all, rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
+    const int64_t x_at = place(&all, reads_x ? 0 : rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
     const int64_t factors_at = place(&all, rows * stride + LANES);
     const int64_t columns_at = place(&all, SEGMENT * pairs + 15 * LANES);
     int32_t *room = malloc(4 * all);
     if (!room) return 2;
-    int32_t *panels = has_panels ? room + panels_at : 0, *x = room + x_at, *factors = room + factors_at;
+    int32_t *panels = has_panels ? room + panels_at : 0, *factors = room + factors_at;
     int32_t *columns = room + columns_at;
     float *squeezed = (float *)(room + squeezed_at);
     if (panels) turn_ranks(in->a, in->rounded, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
         float *down = in->down ? in->down + start * ranks : squeezed, *out = in->out + start * outputs;
-        for (int64_t r = 0; r < count; r++) take_row(in->x, in->half, (start + r) * inputs, inputs, x + r * words);
+        for (int64_t r = 0; r < count && !reads_x; r++)
+            take_row(in->x, in->half, (start + r) * inputs, inputs, room + x_at + r * words);
+        const int32_t *x = reads_x ? (const int32_t *)in->x + start * words : room + x_at;
         squeeze_rows(count, x, in->a, in->rounded, panels, ranks, inputs, in->scale, down, room + panels_at);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
