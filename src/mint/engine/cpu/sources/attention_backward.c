@@ -449,7 +449,8 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     const int64_t queries = paired ? PAIRED_QUERIES : QUERIES, together = groups < queries ? groups : queries;
     const int64_t slots = paired && !HAS_AMX ? (together + 1) / 2 * 2 : together, rows = queries / slots;
     const int64_t sums_size = 2 * in->count * dim;
-    const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + (2 * queries + 3 * queries / 2 + HAS_AMX * PAIRED_QUERIES) * width;
+    const int64_t factors_size = (2 * queries + 3 * queries / 2 + HAS_AMX * PAIRED_QUERIES) * width;
+    const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + factors_size;
     float *memory = malloc(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
