@@ -143,10 +143,13 @@ def test_kernels_multiply_with_the_numbers_of_the_codes(
     x, residual = (torch.randn(333, size, generator=generator) for size in (inputs, outputs))
     x[3, 5] = 1000  # beside numbers of about 1
     x[4] = 0
+    x[5] *= 1e-37  # products with it are subnormal
     found = matrix.product(x, residual)
     for rows in (1, 2, 3, 4, 5, 8, 9, 64):  # the same bits, however many rows there are
         assert torch.equal(matrix.product(x[:rows], residual[:rows]), found[:rows])
         assert torch.equal(matrix.product(x[7 : 7 + rows]), matrix.product(x)[7 : 7 + rows])
+    alone = [matrix.product(x[row : row + 1]) for row in range(9)]
+    assert torch.equal(torch.cat(alone), matrix.product(x)[:9])
     numbers = _kernel_numbers(weight, dtype)
     rows, errors = _rounded_rows(x, kind, dtype)
     sizes = np.abs(rows) @ np.abs(numbers).T + np.abs(residual.numpy())

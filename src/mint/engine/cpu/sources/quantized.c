@@ -393,6 +393,79 @@ INLINE void multiply_rows(const int kind, const int half, ShareTile *const tiles
 }
 
 #ifdef __AMX_BF16__
+#define FLUSHES 0x8040 /* of the control register: what is subnormal is zero, in operands and results, as it is to AMX */
+
+/* Up to PANELS panels from `p` on for one row, whose numbers with even and with odd places are `evens` and `odds`. */
+INLINE void multiply_row_panels(const int kind, const int panels, const Product *in, const Tables *tables,
+                                const float *evens, const float *odds, int64_t row, int64_t p) {
+    const Quantized *matrix = (const Quantized *)in->packed;
+    const int64_t inputs = in->inputs, each = inputs_in(kind, 1), panel = inputs / each * LANES;
+    const int64_t blocks = inputs / matrix->block;
+    const int32_t *codes = matrix->codes + p * panel;
+    const float *scales = matrix->scales + p * blocks * LANES;
+    Vector total[PANELS];
+#pragma GCC unroll 4
+    for (int own = 0; own < panels; own++) total[own] = zeros();
+    for (int64_t i = 0, size; i < inputs; i += size) {
+        size = summed(i, matrix->block);
+        Vector sum[PANELS];
+#pragma GCC unroll 4
+        for (int own = 0; own < panels; own++) sum[own] = zeros();
+        for (int64_t at = i, end = i + size, stop; at < end; at = stop) {
+            stop = end - at < 2 * LANES ? end : at + 2 * LANES; /* as many as a register sums at once */
+            Vector even[PANELS], odd[PANELS];
+#pragma GCC unroll 4
+            for (int own = 0; own < panels; own++) even[own] = odd[own] = zeros();
+            for (; at < stop; at += each, codes += LANES) {
+                Vector words[PANELS];
+#pragma GCC unroll 4
+                for (int own = 0; own < panels; own++) {
+                    words[own] = loaded((const float *)codes + own * panel);
+                    __builtin_prefetch(codes + (own + panels) * panel, 0, 2);
+                }
+#pragma GCC unroll 4
+                for (int k = 0; k < vectors_in(kind, 1); k++) {
+                    const Vector x = same(evens[at / 2 + k]), next = same(odds[at / 2 + k]);
+#pragma GCC unroll 4
+                    for (int own = 0; own < panels; own++) {
+                        const Vector weight = numbers(kind, 1, words[own], k, tables);
+                        even[own] = fused(x, even_halves(weight), even[own]);
+                        odd[own] = fused(next, odd_halves(weight), odd[own]);
+                    }
+                }
+            }
+#pragma GCC unroll 4
+            for (int own = 0; own < panels; own++) sum[own] = added(sum[own], added(even[own], odd[own]));
+        }
+#pragma GCC unroll 4
+        for (int own = 0; own < panels; own++)
+            total[own] = fused(sum[own], loaded(scales + (own * blocks + i / matrix->block) * LANES), total[own]);
+    }
+#pragma GCC unroll 4
+    for (int own = 0; own < panels; own++) {
+        const int64_t at = row * in->outputs + (p + own) * LANES;
+        put(in->out + at, in->residual ? added(total[own], loaded(in->residual + at)) : total[own]);
+    }
+}
+
+/* One row, whose words are at `x`, times panels `first` to `last`, by vectors: AMX would take longer. The sums are those of
+   its registers, which of 32 inputs sum those with even and with odd places, and then add both (Intel's manual, TDPBF16PS).
+   `room` has 2 floats for each word. */
+INLINE void multiply_row(const int kind, const Product *in, const int32_t *x, int64_t row, int64_t first, int64_t last,
+                         float *room) {
+    const int64_t words = in->inputs / 2;
+    float *evens = room, *odds = room + words;
+    for (int64_t i = 0; i < words; i += LANES) {
+        const Vector own = loaded((const float *)x + i);
+        put(evens + i, even_halves(own));
+        put(odds + i, odd_halves(own));
+    }
+    const Tables tables = make_tables(kind, 1, ((const Quantized *)in->packed)->table);
+    int64_t p = first;
+    for (; p + PANELS <= last; p += PANELS) multiply_row_panels(kind, PANELS, in, &tables, evens, odds, row, p);
+    for (; p < last; p++) multiply_row_panels(kind, 1, in, &tables, evens, odds, row, p);
+}
+
 /* The same in bfloat16 by AMX, whatever the number of rows: sums of its own order. `sums` has room for `count` rows of
    PANELS panels. */
 INLINE void multiply_rows_by_amx(const int kind, const Product *in, const int32_t *x, int64_t start, int64_t count,
@@ -509,20 +582,27 @@ INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], cons
                            int64_t last) {
     const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
     const int64_t block = in->rows < most ? in->rows : most;
-    int32_t *rounded = malloc(4 * block * (words + PANELS * LANES));
+    int32_t *rounded = malloc(4 * (block * (words + PANELS * LANES) + 2 * words));
     if (!rounded) return 2;
+#ifdef __AMX_BF16__
+    const unsigned int control = _mm_getcsr();
+    _mm_setcsr(control | FLUSHES);
+#endif
     for (int64_t start = 0, count; start < in->rows; start += count) {
         count = in->rows - start < block ? in->rows - start : block;
         for (int64_t r = 0; r < count; r++)
             round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * words);
 #ifdef __AMX_BF16__
-        multiply_rows_by_amx(kind, in, rounded, start, count, first, last, (float *)(rounded + block * words));
+        float *sums = (float *)(rounded + block * words);
+        if (count == 1) multiply_row(kind, in, rounded, start, first, last, sums);
+        else multiply_rows_by_amx(kind, in, rounded, start, count, first, last, sums);
 #else
         multiply_rows(kind, 1, tiles, WIDE_1, in, rounded, start, count, first, last);
 #endif
     }
 #ifdef __AMX_BF16__
     end_amx();
+    _mm_setcsr(control);
 #endif
     free(rounded);
     return 0;
