@@ -157,3 +157,37 @@ def test_a_gradient_does_not_read_what_lies_behind_its_rows(outputs: int, rows: 
     exact = grad.double() @ weight.double()
     found = dense_gradient(weight, grad)
     assert float((found - exact).abs().max()) <= (1e-5 if dtype == torch.float32 else 2e-2) * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("outputs", [80, 100, 144, 336])
+def test_a_row_of_a_gradient_that_is_not_finite_stays_alone(outputs: int) -> None:
+    grad = _rows(40, outputs, 5)
+    grad[20] = torch.nan
+    found = dense_gradient(_weight(outputs, 64, torch.bfloat16), grad)
+    assert (~found.isfinite()).any(1).nonzero().tolist() == [[20]]
+
+
+@pytest.mark.parametrize("multiplied_before", [False, True])
+def test_the_engine_knows_whether_torch_sums_a_row_in_one_order(multiplied_before: bool) -> None:
+    """What is asked for comes too late after the process has multiplied; then the measurement tells."""
+    script = f"""
+import logging, torch
+from mint.engine.devices import Device
+from mint.engine.instruction_sets import sum_in_one_order
+logging.basicConfig(level="WARNING")
+torch.set_num_threads(1)
+{multiplied_before} and torch.ones(4, 4) @ torch.ones(4, 4)
+sum_in_one_order()
+print(Device("cpu", None, gpu_kernels=False).is_batch_invariant)
+x, weight = torch.randn(40, 208), torch.randn(64, 208)
+whole = x @ weight.T
+print(all(torch.equal(x[:rows] @ weight.T, whole[:rows]) for rows in range(4, 40)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    made = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    promised, seen = made.stdout.split()
+    assert promised == seen, made.stderr
+    assert ("MKL_CBWR" in made.stderr) == (promised == "False")
+    assert promised == "True" or multiplied_before

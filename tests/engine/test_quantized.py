@@ -95,6 +95,18 @@ def test_what_a_code_stands_for_is_quantized_to_itself(kind: Quantization) -> No
     torch.testing.assert_close(again.widen(), widened, rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("largest", [1e-45, 1e-37, 1e-33, 1e-29])
+def test_blocks_of_tiny_numbers_become_tiny_numbers(largest: float, kind: Quantization) -> None:
+    weight = torch.zeros(4, 128)
+    weight[0, 0], weight[1, 5] = largest, -largest
+    weight[3] = 1
+    found = quantize(weight, kind)
+    assert found is not None
+    assert float((found.widen() - weight).abs().max()) <= max(largest / 100, 1e-32)
+    assert found.widen().isfinite().all() and torch.equal(found.widen()[3], weight[3])
+
+
 def test_widths_that_do_not_fit_are_left_alone() -> None:
     assert quantize(torch.ones(4, 96), "nf4") is None
     assert quantize(torch.ones(4, 6), "int8") is None

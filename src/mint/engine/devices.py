@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.onednn import sums_in_one_order
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM, FlexPackedAttention
@@ -166,7 +168,7 @@ class Device:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a sampled row of mint's own decoder has the same bits in any batch."""
-        return self._invariant or self.torch.type == "cpu"
+        return self._invariant or (self.torch.type == "cpu" and _sums_in_one_order())
 
     def require_batch_invariance(self, name: str, config: DecoderConfig | None, *, quantized: bool) -> None:
         """Refuses a base model that cannot keep what the batch-invariant mode promises; without the mode, none. The
@@ -332,6 +334,18 @@ class Device:
 
 def _has_experts(config: DecoderConfig) -> bool:
     return any(config.experts_of(layer) is not None for layer in range(config.num_hidden_layers))
+
+
+@cache
+def _sums_in_one_order() -> bool:
+    found = sums_in_one_order()
+    if not found:
+        log.warning(
+            "What torch multiplies here has other bits beside other rows, so logprobs of sampler and trainer may "
+            "differ in their last bits. On an Intel processor, make the client before torch first multiplies, or set "
+            "MKL_CBWR=AVX512,STRICT (AVX2,STRICT without AVX-512) in the environment"
+        )
+    return found
 
 
 def _has_triton() -> bool:

@@ -8,12 +8,15 @@ same kernel.
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from mint.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
 
 _ARCH_PRCTL = 158
 """The number of the system call on x86-64."""
@@ -119,9 +122,16 @@ def _is_present(own: InstructionSet) -> bool:
 def _may_use_matrix_registers() -> bool:
     """Whether Linux lets this process use the registers of AMX, which it does from the first time on that it is asked.
 
-    See `Documentation/arch/x86/xstate.rst` of Linux. Sandboxes may name the instructions and not have this call.
+    See `Documentation/arch/x86/xstate.rst` of Linux. Sandboxes may name the instructions and not have this call; and
+    Linux refuses while a thread has a signal stack on which the registers have no room.
     """
-    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    may_use = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    if not may_use:
+        log.warning(
+            "The processor has AMX, and Linux does not let this process use it: a sandbox refuses, or a library has "
+            "set a signal stack of less than 16 KB. mint is slower, and its last bits are others"
+        )
+    return may_use
 
 
 @cache

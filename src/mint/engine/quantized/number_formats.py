@@ -33,6 +33,9 @@ TABLES: dict[Quantization, tuple[float, ...]] = {"nf4": NF4_VALUES, "mxfp4": E2M
 
 NF4_BLOCK, FP8_BLOCK = 64, 128
 INT8_LARGEST, FP8_LARGEST = 127, 448.0
+
+_LEAST_SCALED = 2.0**-100
+"""A block whose largest number is smaller has the scale of one with this number."""
 WORD_BITS = 32
 
 ENTRIES_AT_ONCE = 1 << 22
@@ -139,6 +142,7 @@ def _quantize_rows(weight: Tensor, kind: Quantization, block: int) -> tuple[Tens
     outputs, inputs = weight.shape
     blocks = weight.float().view(outputs, -1, block)
     largest = blocks.abs().amax(-1, keepdim=True)
+    largest = largest.clamp(min=_LEAST_SCALED).where(largest != 0, largest)  # so that no quotient is infinite
     divisor = torch.where(largest == 0, torch.ones_like(largest), largest)
     if kind == "nf4":
         scales = largest

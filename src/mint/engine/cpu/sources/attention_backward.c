@@ -53,8 +53,8 @@ typedef struct {
 /* Of one block of Q queries: the queries and the gradients of what they attended [Q, words]; the same as rows of an outer
    product [Q, D] (paired: those of two queries side by side, [Q / 2, D]); the gradients for the queries [Q, D]; shares and
    slopes [Q, width]; and, if paired, these as factors: of two queries [Q / 2, width], of two keys [Q, width / 2]. With AMX
-   the former also as rows of a register, shares and then slopes [width, Q]. And a row of zeros [D], for places without a
-   query. */
+   those of two queries also key by key, Q / 2 words of shares and then Q / 2 of slopes [width, Q]. And a row of zeros [D],
+   for places without a query. */
 typedef struct {
     float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
     float *outer_shares, *outer_slopes, *key_slopes, *outer_factors;

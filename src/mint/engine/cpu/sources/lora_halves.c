@@ -4,8 +4,8 @@
    copies of the matrices. Sums and results are float32. The two numbers of a pair belong to two inputs, two ranks, two
    outputs, or, in the gradients of the matrices, to two rows.
 
-   A result is one sum in order, whatever the number of rows, the tile that they are computed in, or the thread: bits of
-   a row are a function of that row alone.
+   A result is one sum in order (of 32 numbers at once with AMX, in a register's own order), whatever the number of rows,
+   the tile that they are computed in, or the thread: bits of a row are a function of that row alone.
 
    Letters: I inputs, O outputs; a word is two bfloat16. */
 

@@ -3,8 +3,8 @@
    A matrix [O, I] lies in panels of 16 outputs: [O / 16, I, 16] in float32, and in bfloat16 [O / 16, I / 2, 16, 2], for
    pairs of inputs are multiplied at once. So both are panels of words of 32 bits, [O / 16, words, 16].
 
-   A result is one sum over the inputs in order, whatever the number of rows, the tile that they are computed in, or the
-   thread: bits of a row are a function of that row alone. */
+   A result is one sum over the inputs in order (of 32 inputs at once with AMX, in a register's own order), whatever the
+   number of rows, the tile that they are computed in, or the thread: bits of a row are a function of that row alone. */
 
 #include "amx.h"
 #include "calls.h"
