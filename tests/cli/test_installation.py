@@ -59,6 +59,15 @@ def test_a_bare_install_is_whole_and_a_half_install_is_a_problem(monkeypatch: py
     assert bare["mint[local]"].remedy is not None and install_command("local") in bare["mint[local]"].remedy
 
 
+@pytest.mark.skipif(not TESTED_HERE, reason="the kernels are off by default here")
+def test_instructions_of_another_processor_are_a_problem_with_one_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_INSTRUCTIONS", "neon")
+    found = checks()["kernels"]
+    assert found.state == "problem"
+    assert found.found == "MINT_INSTRUCTIONS = neon is not a set of instructions of this processor"
+    assert found.remedy is not None and found.remedy.startswith("Unset it, or choose one of ")
+
+
 @pytest.mark.skipif(not TESTED_HERE, reason="mint's kernels are not used by default on this system")
 def test_a_machine_without_a_compiler_is_told_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

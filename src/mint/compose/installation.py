@@ -107,9 +107,9 @@ def _kernels(settings: Settings) -> Check:
         build = NativeBuild(folder, instructions=settings.instructions)
         libraries = build.libraries()
     except InvalidRequestError as error:
-        return Check("kernels", "problem", str(error), error.remedy)
+        return Check("kernels", "problem", f"{error.field} = {error.value} {error.message}", error.remedy)
     except MissingExtraError as error:
-        return Check("kernels", "problem", str(error), COMPILER_REMEDY)
+        return Check("kernels", "problem", error.message, COMPILER_REMEDY)
     by = f", by {compilers[0]}" if compilers else ""
     return Check("kernels", "ok", f"{len(libraries)} libraries for {build.instructions.name} in {folder}{by}")
 
