@@ -144,7 +144,7 @@ typedef struct {
     int32_t *ranks_room;   /* `ranks_room` words where there are no panels */
     int32_t *outputs;      /* [wide / 16, GRADS / 2, 16]: of two outputs of b */
     int32_t *x;            /* [BLOCK, words] */
-    int32_t *grads;        /* [GRAD_ROWS, GRADS / 2]: of two outputs */
+    int32_t *grads;        /* [GRAD_ROWS, GRADS / 2]: of two outputs; not used with AMX if grad is bfloat16 already */
     int32_t *grad_rows;    /* [GRADS / 16, BLOCK / 2, 16]: of two rows */
     int32_t *x_rows;       /* [X_PANELS, BLOCK / 2, 16]: of two rows */
     int32_t *down_rows, *grad_down_rows; /* [BLOCK / 2, ranks]: of two rows */
