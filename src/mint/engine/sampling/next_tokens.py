@@ -20,8 +20,8 @@ DIVERGED = "The weights give logits that are not finite: they have diverged. Sam
 
 
 def finite_rows(numbers: Tensor) -> np.ndarray:
-    """Of which rows of float32 [N, W] all numbers are finite, bool [N]: NaN and infinity reach the extremes. This
-    reads each number twice, where `isfinite` reads and writes it several times."""
+    """Whether all numbers of a row are finite: bool [N] for float32 [N, W]. NaN and infinity reach the extremes, so
+    each number is read twice; `isfinite` would read and write it several times."""
     return (numbers.amin(1).isfinite() & numbers.amax(1).isfinite()).cpu().numpy()
 
 
