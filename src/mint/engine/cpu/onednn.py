@@ -170,7 +170,7 @@ def _has_half_precision() -> bool:
 def dense_gradient(weight: Tensor, grad: Tensor) -> Tensor:
     """`grad @ weight`, float32 [T, I] from grad [T, O], with a row-major weight [O, I]."""
     grad = grad.to(weight.dtype)
-    if grad.shape[1] % _AMX_INPUTS and multiplies_by_amx():
+    if weight.dtype == torch.bfloat16 and grad.shape[1] % _AMX_INPUTS and multiplies_by_amx():
         grad = functional.pad(grad, (0, -grad.shape[1] % _AMX_INPUTS))[:, : grad.shape[1]]  # zeros lie behind each row
     if has_onednn(weight) and (weight.numel() >= PACKED_ENTRIES or len(grad) >= MANY_ROWS):
         return onednn_product(grad, weight.t()).float()  # oneDNN takes the transposed view as it is

@@ -333,9 +333,10 @@ class _Loader:
 
 
 def _check_finite(stored: StoredTensor, numbers: Tensor) -> None:
-    """
+    """Refuses numbers that were read from `stored` and are not finite.
+
     Raises:
-        CheckpointError: some of the `numbers`, which were read from `stored`, are not finite.
+        CheckpointError: there are such numbers.
     """
     if not numbers.numel():
         return

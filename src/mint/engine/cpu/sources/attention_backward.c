@@ -70,7 +70,7 @@ INLINE vf add_same(vf total, const float *word, vf x, const int paired) {
 /* out[p][j] = rows[p] . key j, for keys turned, up to `count` (a multiple of 16). */
 INLINE void times_turned(const float *rows, int64_t words, const float *turned, int64_t count, float *out, int64_t width,
                          const int queries, const int paired) {
-#ifdef __AMX_BF16__
+#if HAS_AMX
     if (paired) {
         const AmxProduct own = {(const int32_t *)rows, words, (const int32_t *)turned, words * LANES, words, out, width};
         multiply_panels(0, &own, 0, 0, count / LANES, 0, 0);
@@ -96,7 +96,7 @@ INLINE void times_turned(const float *rows, int64_t words, const float *turned, 
 INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int64_t low, int64_t count, int64_t dim,
                      float *out, const int queries, const int paired) {
     factors += low;
-#ifdef __AMX_BF16__
+#if HAS_AMX
     if (paired) {
         const int32_t *panels = (const int32_t *)keys + low * LANES;
         const AmxProduct own = {(const int32_t *)factors, width, panels, width * LANES, count, out, dim};
@@ -149,7 +149,7 @@ INLINE void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
-#ifdef __AMX_BF16__
+#if HAS_AMX
 #define PAIRED_WORDS (PAIRED_QUERIES / 2)
 
 /* `begin_amx` for this file: registers 2, 3 and 5 are for outer products, over the pairs of a block. */
@@ -254,7 +254,7 @@ static const char *key_at(const Packed *p, int64_t r, int64_t j, int64_t k, cons
 
 /* Of keys j and j + 1, the pairs of numbers from d on. */
 INLINE vf *mix_place(const Span *span, int64_t j, int64_t d) {
-#ifdef __AMX_BF16__
+#if HAS_AMX
     return (vf *)(span->keys + (d / LANES * (span->width / 2) + j / 2) * LANES);
 #else
     return (vf *)(span->keys + j / 2 * span->dim + d);
@@ -467,7 +467,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     block.outer_factors = next;
     memset(block.zeros, 0, sizeof(float) * dim);
     if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
-#ifdef __AMX_BF16__
+#if HAS_AMX
     if (paired) begin_blocks(); /* for all products */
 #endif
     for (int64_t k = first; k < last; k++) {
@@ -486,7 +486,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
         }
         store_sums(p, sums, in->count, dim, k, half, in->grads);
     }
-#ifdef __AMX_BF16__
+#if HAS_AMX
     if (paired) end_amx();
 #endif
     free(memory);

@@ -4,10 +4,10 @@
    `numbers` knows which bits belong to which input. Every `block` inputs of an output have one scale:
    [O / 16, I / block, 16].
 
-   At most 128 inputs are summed at once, in order (32 of them at a time with AMX), with the numbers that the codes stand for without their scale. Each
-   such sum is multiplied by its scale and added to those before it. So a row's bits are a function of that row alone,
-   whether its numbers come from the codes or, for many rows, from the first cache. In float32 all sets of instructions
-   give the same bits.
+   At most 128 inputs are summed at once, in order (32 of them at a time with AMX), with the numbers that the codes stand
+   for without their scale. Each such sum is multiplied by its scale and added to those before it. So a row's bits are a
+   function of that row alone, whether its numbers come from the codes or, for many rows, from the first cache. In float32
+   all sets of instructions give the same bits.
 
    In bfloat16, rows are rounded to it, and so are the numbers. Without the instructions of AVX512-BF16 they are multiplied
    as float32; rows for int8 are then not rounded at all. */
