@@ -14,6 +14,7 @@
    rows is query head p % G of row p / G. */
 
 #include "lanes.h"
+#include "memory.h"
 
 #define QUERIES 8     /* computed at once */
 #define MOST 32       /* that may share turned keys */
@@ -196,7 +197,7 @@ static int open_queries(Queries *q, int64_t dim, int64_t half, int has_sinks, in
     memset(q->sink, 0, sizeof(q->sink));
     q->words = half ? dim / 2 : dim;
     q->width = (((longest + LANES - 1) / LANES + 2) | 1) * LANES; /* an odd number of lines: not all in one cache set */
-    q->memory = malloc(sizeof(float) * (most * (q->width + dim) + (keys + LANES - 1) / LANES * LANES * q->words));
+    q->memory = scratch(sizeof(float) * (most * (q->width + dim) + (keys + LANES - 1) / LANES * LANES * q->words));
     if (!q->memory) return 2;
     for (int64_t p = 0; p < most; p++) q->scores[p] = q->memory + p * q->width;
     q->mixed = q->memory + most * q->width;
@@ -357,7 +358,7 @@ int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
     int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, QUERIES, p->longest + LANES);
     if (code) return code;
     const int64_t room = (p->longest + LANES) * q.words;
-    float *prefix = malloc(sizeof(float) * room * p->kv_heads);
+    float *prefix = scratch(sizeof(float) * room * p->kv_heads);
     if (!prefix) {
         free(q.memory);
         return 2;
@@ -465,7 +466,7 @@ int attend_pages(const AttendPages *in, int64_t first, int64_t last) {
     int64_t rows = most / groups > 1 ? most / groups : 1, queries = rows * groups < MOST ? rows * groups : MOST;
     int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, queries, p->chunk);
     if (code) return code;
-    Shared *shared = malloc(sizeof(Shared) * rows * p->columns);
+    Shared *shared = scratch(sizeof(Shared) * rows * p->columns);
     if (!shared) {
         free(q.memory);
         return 2;

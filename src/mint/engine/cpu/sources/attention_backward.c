@@ -12,6 +12,7 @@
 
 #include "amx.h"
 #include "lanes.h"
+#include "memory.h"
 
 #define QUERIES 8
 #ifdef __AMX_BF16__
@@ -451,7 +452,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     const int64_t sums_size = 2 * in->count * dim;
     const int64_t factors_size = (2 * queries + 3 * queries / 2 + HAS_AMX * PAIRED_QUERIES) * width;
     const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + factors_size;
-    float *memory = malloc(sizeof(float) * memory_size);
+    float *memory = scratch(sizeof(float) * memory_size);
     if (!memory) return 2;
     float *sums = memory, *next = memory + sums_size;
     Span span = {.dim = dim, .paired = paired};

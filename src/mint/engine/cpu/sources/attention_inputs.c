@@ -5,6 +5,7 @@
 
 #include "calls.h"
 #include "layers.h"
+#include "memory.h"
 
 /* From floats to bfloat16, and back; `count` is a multiple of 16. */
 static void round_to_halves(const float *from, int64_t count, char *to) {
@@ -40,7 +41,7 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     const int64_t block = own->block_rows;
-    float *room = malloc(sizeof(float) * block * (hidden + outputs));
+    float *room = scratch(sizeof(float) * block * (hidden + outputs));
     if (!room) return 2;
     float *normed = room, *unrounded = room + block * hidden;
     int code = 0;

@@ -9,6 +9,7 @@
 
 #include "calls.h"
 #include "lanes.h"
+#include "memory.h"
 
 #define COLUMNS 32 /* of a block, and */
 #define NARROW 16  /* where D is no multiple of that */
@@ -246,7 +247,7 @@ int delta_forward(const DeltaForward *in, int64_t first, int64_t last) {
     const DeltaNet *n = in->net;
     for (int64_t part = first; part < last; part++) {
         const int64_t group = part / n->key_heads, key_head = part % n->key_heads, longest = longest_of(n, group);
-        float *memory = aligned_alloc(64, (row_floats(n, longest) * sizeof(float) + n->key_dim * COLUMNS * sizeof(float) + 127) / 64 * 64);
+        float *memory = scratch(sizeof(float) * (row_floats(n, longest) + n->key_dim * COLUMNS));
         if (!memory) return 2;
         Rows rows;
         lay_out(n, longest, memory + n->key_dim * COLUMNS, &rows);
@@ -460,7 +461,7 @@ int delta_backward(const DeltaBackward *in, int64_t first, int64_t last) {
         const int64_t group = part / n->key_heads, key_head = part % n->key_heads, longest = longest_of(n, group);
         const int64_t own = 2 * size + STEPS * size + 2 * STEPS * COLUMNS + (longest / STEPS + 1) * size + wider +
                             longest * (2 * dim + value_dim + 3) + row_floats(n, longest);
-        float *memory = aligned_alloc(64, (own * sizeof(float) + 63) / 64 * 64);
+        float *memory = scratch(sizeof(float) * own);
         if (!memory) return 2;
         Scratch s;
         float *at = memory;

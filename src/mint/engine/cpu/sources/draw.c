@@ -5,6 +5,7 @@
    Letters: R rows, V vocabulary. */
 
 #include "lanes.h"
+#include "memory.h"
 
 #define STRETCH 64 /* logits whose weights are summed before they are cumulated */
 
@@ -105,7 +106,7 @@ static void exclude(const float *row, int64_t width, const uint32_t *mask, float
    changes the token, and not the logprobs. */
 int draw_rows(const DrawRows *in, int64_t first, int64_t last) {
     const int64_t width = in->width, stretches = (width + STRETCH - 1) / STRETCH;
-    float *sums = malloc(sizeof(float) * (stretches + (in->mask_of ? width : 0))), weights[STRETCH];
+    float *sums = scratch(sizeof(float) * (stretches + (in->mask_of ? width : 0))), weights[STRETCH];
     if (!sums) return 2;
     float *allowed = sums + stretches;
     for (int64_t i = first; i < last; i++) {
@@ -153,7 +154,7 @@ typedef struct {
    at the beginning of the row. */
 int weigh_rows(const WeighRows *in, int64_t first, int64_t last) {
     const int64_t width = in->width, whole = width / LANES * LANES;
-    float *weights = malloc(sizeof(float) * (width + STRETCH));
+    float *weights = scratch(sizeof(float) * (width + STRETCH));
     if (!weights) return 2;
     for (int64_t i = first; i < last; i++) {
         float *row = in->logits + i * width, rest[LANES];

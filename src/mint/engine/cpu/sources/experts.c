@@ -8,6 +8,7 @@
 
 #include "calls.h"
 #include "lanes.h"
+#include "memory.h"
 
 #define TURNED_BYTES (512 << 10) /* of a transposed matrix that exist at once: they stay in the second cache */
 
@@ -22,7 +23,7 @@ typedef struct {
    of their softmax, which add up to 1 if they are to be normed. For rows `first` to `last`. */
 int route_rows(const Route *in, int64_t first, int64_t last) {
     int64_t experts = in->experts, per_token = in->per_token;
-    float *own = malloc(sizeof(float) * (experts + LANES));
+    float *own = scratch(sizeof(float) * (experts + LANES));
     if (!own) return 2;
     for (int64_t t = first; t < last; t++) {
         float *weights = in->weights + t * per_token, total = 0;
@@ -184,7 +185,7 @@ int multiply_transposes(const MultiplyTransposes *in, int64_t first, int64_t las
     int code = 0;
     int64_t panel = PANEL * in->bytes * in->outputs, most = TURNED_BYTES / panel + 1;
     if (most > last - first) most = last - first;
-    char *turned = malloc(panel * most + 1);
+    char *turned = scratch(panel * most + 1);
     if (!turned) return 2;
     for (int64_t e = 0; e < in->experts && !code; e++) {
         int64_t start = in->borders[e], rows = in->borders[e + 1] - start;
@@ -309,7 +310,7 @@ int add_lora_gradients(const AddLoraGradients *in, int64_t first, int64_t last) 
     int code = 0;
     const Lora *lora = in->lora;
     int64_t size = lora->rank * (in->parts * in->inputs + in->outputs);
-    float *found = malloc(sizeof(float) * size);
+    float *found = scratch(sizeof(float) * size);
     if (!found) return 2;
     for (int64_t e = first; e < last && !code; e++) {
         int64_t start = in->borders[e], rows = in->borders[e + 1] - start;

@@ -10,6 +10,7 @@
 
 #include "calls.h"
 #include "lanes.h"
+#include "memory.h"
 
 /* The lora of a product, as `LoraGradient` has it; found [groups, size], for the backward alone. */
 typedef struct {
@@ -59,7 +60,7 @@ typedef int RunBlock(const void *arguments, int64_t group, int64_t start, int64_
 /* The rows of groups `first` to `last`, which begin at `borders`, block by block; each row has `floats` numbers of room. */
 INLINE int run_groups(RunBlock *run, const void *arguments, const int64_t *borders, int64_t first, int64_t last,
                       int64_t block_rows, int64_t floats) {
-    float *room = malloc(sizeof(float) * block_rows * floats);
+    float *room = scratch(sizeof(float) * block_rows * floats);
     if (!room) return 2;
     int code = 0;
     for (int64_t group = first; group < last; group++)

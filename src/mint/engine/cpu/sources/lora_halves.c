@@ -10,6 +10,7 @@
    Letters: I inputs, O outputs; a word is two bfloat16. */
 
 #include "calls.h"
+#include "memory.h"
 
 #ifdef __AVX512BF16__
 #ifdef __AMX_BF16__
@@ -18,10 +19,11 @@
 #include "lora_vectors.h"
 #endif
 
-/* Reserves so many words of a room; returns where they begin. `all` counts the words that are reserved. */
+/* Reserves so many words of a room; returns where they begin, which is a cache line. `all` counts the words that are
+   reserved. */
 static int64_t place(int64_t *all, int64_t words) {
     const int64_t at = *all;
-    *all += words;
+    *all += (words + LANES - 1) / LANES * LANES;
     return at;
 }
 
@@ -37,7 +39,7 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     const int64_t x_at = place(&all, reads_x ? 0 : rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
     const int64_t factors_at = place(&all, rows * stride + LANES);
     const int64_t columns_at = place(&all, SEGMENT * pairs + 15 * LANES);
-    int32_t *room = malloc(4 * all);
+    int32_t *room = scratch(4 * all);
     if (!room) return 2;
     int32_t *panels = has_panels ? room + panels_at : 0, *factors = room + factors_at;
     int32_t *columns = room + columns_at;
@@ -140,7 +142,7 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t grad_down_rows = place(&all, BLOCK / 2 * ranks), own_room = place(&all, room_of(ranks, wide));
     const int64_t factors = place(&all, rows * stride + LANES);
     const int64_t down = place(&all, is_again ? rows * parts * rank : 0), grad_down = place(&all, rows * ranks);
-    int32_t *room = malloc(4 * all);
+    int32_t *room = scratch(4 * all);
     if (!room) return 2;
     const Turned turned = {.wide = wide,
                            .ranks = ranks,

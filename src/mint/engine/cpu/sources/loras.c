@@ -4,6 +4,7 @@
    a row are a function of that row alone. */
 
 #include "calls.h"
+#include "memory.h"
 #include "tiles.h"
 
 #define CHUNK 64     /* rows of a lora that are computed together */
@@ -216,7 +217,7 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     const int by_panels = last - first >= LEAST_PANEL_ROWS && inputs <= MOST_PANEL_INPUTS;
     const int64_t places = by_panels ? (ranks + LANES - 1) / LANES * LANES : 0;
     const int64_t widened = in->half ? CHUNK * inputs : 0;
-    float *room = malloc(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + widened));
+    float *room = scratch(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + widened));
     if (!room) return 2;
     float *panels = places ? room : 0, *squeezed = room + places * inputs, *columns = squeezed + ranks * CHUNK;
     float *floats = columns + rank * SEGMENT;
@@ -410,7 +411,7 @@ int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
     const int64_t is_short = !in->x || in->down || in->rows < LEAST_PANEL_ROWS || in->inputs > MOST_PANEL_INPUTS;
     const int64_t panels = is_short ? 0 : ranks * in->inputs, bs = in->rank % LANES ? wide * in->outputs : 0;
     const int64_t floats = in->half ? BLOCK * in->inputs : 0;
-    float *room = malloc(sizeof(float) * (panels + bs + 3 * BLOCK * ranks + floats));
+    float *room = scratch(sizeof(float) * (panels + bs + 3 * BLOCK * ranks + floats));
     if (!room) return 2;
     float *b = room + panels, *squeezed = b + bs, *down = squeezed + BLOCK * ranks;
     const Turned turned = {wide, ranks, panels ? room : 0, bs ? b : 0, squeezed, down, down + BLOCK * ranks,

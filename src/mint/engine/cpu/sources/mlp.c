@@ -5,6 +5,7 @@
 
 #include "calls.h"
 #include "layers.h"
+#include "memory.h"
 
 typedef struct {
     Kernel *norm, *product, *add_lora, *swiglu;
@@ -23,7 +24,7 @@ typedef struct {
    `last` of `block_rows` rows. */
 int mlp_forward(const MlpForward *in, int64_t first, int64_t last) {
     const int64_t hidden = in->hidden, inner = in->inner, rounds = in->rounds, block = in->block_rows;
-    float *room = malloc(sizeof(float) * block * (hidden + (in->half ? 3 : 1) * inner));
+    float *room = scratch(sizeof(float) * block * (hidden + (in->half ? 3 : 1) * inner));
     if (!room) return 2;
     float *normed = room, *between = normed + block * hidden, *unrounded = between + block * inner;
     int code = 0;

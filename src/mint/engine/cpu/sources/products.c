@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "calls.h"
+#include "memory.h"
 #include "product_tiles.h"
 
 #define TURNED 8       /* panels that are turned side by side: each write or each read alone would jump */
@@ -165,7 +166,7 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
     const int tiled = !in->half;
     const int64_t most = tiled && in->rows > AMX_ROUNDED ? AMX_ROUNDED : in->rows;
     const int64_t panels = 4 * most * all > FEW_ROWS ? MANY_PANELS : FEW_PANELS;
-    int32_t *tiles = tiled ? malloc(4 * (most + 15) * all) : 0;
+    int32_t *tiles = tiled ? scratch(4 * (most + 15) * all) : 0;
     if (tiled && !tiles) return 2;
     for (int64_t start = 0, rows; start < in->rows; start += rows) {
         rows = in->rows - start < most ? in->rows - start : most;
@@ -204,7 +205,7 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, all = inputs / 2;
     const Block block = find_block(in->rows, all);
     const int reads_x = in->half && MULTIPLIES_HALVES; /* as it lies */
-    int32_t *rounded = reads_x ? 0 : malloc(4 * block.rows * words_of_halves(2 * block.words));
+    int32_t *rounded = reads_x ? 0 : scratch(4 * block.rows * words_of_halves(2 * block.words));
     if (!reads_x && !rounded) return 2;
     for (int64_t start = 0; start < in->rows; start += block.rows)
         for (int64_t i = 0; i < all; i += block.words) {

@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "calls.h"
+#include "memory.h"
 #include "product_tiles.h"
 
 #ifdef __aarch64__
@@ -582,7 +583,7 @@ INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], cons
                            int64_t last) {
     const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
     const int64_t block = in->rows < most ? in->rows : most;
-    int32_t *rounded = malloc(4 * (block * (words + PANELS * LANES) + 2 * words));
+    int32_t *rounded = scratch(4 * (block * (words + PANELS * LANES) + 2 * words));
     if (!rounded) return 2;
 #ifdef __AMX_BF16__
     const unsigned int control = _mm_getcsr();
@@ -749,7 +750,7 @@ int int8_halves(const Product *in, int64_t first, int64_t last) {
     const Quantized *matrix = (const Quantized *)in->packed;
     const int64_t inputs = in->inputs, words = int8_words(inputs), panel = inputs / 4 * LANES;
     const int64_t most = ROUNDED / (4 * words) + INT8_ROWS, block = in->rows < most ? in->rows : most;
-    int32_t *rounded = malloc(4 * words * block);
+    int32_t *rounded = scratch(4 * words * block);
     if (!rounded) return 2;
     for (int64_t start = 0, count; start < in->rows; start += count) {
         count = in->rows - start < block ? in->rows - start : block;
@@ -773,7 +774,7 @@ INLINE int multiply_halves(const int kind, ShareTile *const tiles[ROWS][2], cons
     if (first == last) return 0; /* there may be no matrix, either */
     const int64_t words = in->inputs, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
     const int64_t block = in->rows < most ? in->rows : most;
-    int32_t *rounded = malloc(4 * words * block);
+    int32_t *rounded = scratch(4 * words * block);
     if (!rounded) return 2;
     float table[LANES];
     Quantized matrix = *(const Quantized *)in->packed;

@@ -7,6 +7,7 @@
 
 #include "calls.h"
 #include "lanes.h"
+#include "memory.h"
 
 INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     vf total = {0};
@@ -297,7 +298,7 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
     const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
     const int64_t pairs = in->pairs, joint = in->joint_heads, width = total_heads * dim;
-    float *room = in->rounds ? malloc(sizeof(float) * width) : 0;
+    float *room = in->rounds ? scratch(sizeof(float) * width) : 0;
     if (in->rounds && !room) return 2;
     for (int64_t t = first; t < last; t++) {
         float *row = room ? room : (float *)in->out + t * width;
