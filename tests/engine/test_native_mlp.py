@@ -77,14 +77,15 @@ def _problem(
     *,
     rows: int,
     ranks: tuple[int, int],
+    inner: int = INNER,
     adds: bool = True,
     beside: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> _Problem:
     operations = NativeOperations(dtype, kernels)
     generator = torch.Generator().manual_seed(rows)
-    gate_up, wide, first = _linear(operations, [INNER, INNER], HIDDEN, ranks[0], generator, rows=rows, beside=beside)
-    down, narrow, second = _linear(operations, [HIDDEN], INNER, ranks[1], generator, rows=rows, beside=beside)
+    gate_up, wide, first = _linear(operations, [inner, inner], HIDDEN, ranks[0], generator, rows=rows, beside=beside)
+    down, narrow, second = _linear(operations, [HIDDEN], inner, ranks[1], generator, rows=rows, beside=beside)
     norm = torch.rand(HIDDEN, generator=generator) + 0.5
     x, grad = (torch.randn(rows, HIDDEN, generator=generator) for _ in range(2))
     kernel = operations.mlp(gate_up, down, norm, eps=EPS, adds=adds, rows=rows)
@@ -127,10 +128,17 @@ HALVES: list[dict[str, Any]] = [
     for kind in KINDS
     if kind.get("beside", False) or kind["rows"] < 433
 ]
+IN_PIECES = [
+    kind | {"inner": inner}
+    for kind in HALVES
+    for inner in (256, 384)
+    if kind["rows"] in (1, 300, 433) or kind["ranks"] == (0, 0)
+]
+"""Wide enough to pass from one product to the other in pieces."""
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", [*KINDS, *HALVES], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *HALVES, *IN_PIECES], ids=str)
 def test_one_kernel_gives_the_bits_of_the_operations_one_after_the_other(
     kernels: NativeKernels, kind: dict[str, Any], threads: int
 ) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.loras import NativeLoras
-from mint.engine.cpu.panels import NativeProducts, PanelMatrix
+from mint.engine.cpu.loras import NativeLoras, groups_of
+from mint.engine.cpu.panels import NativeProducts, PanelMatrix, even_block_rows
 from mint.engine.lora import SiteWeights
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
@@ -81,6 +81,22 @@ def test_the_number_of_threads_changes_no_bit(products: NativeProducts, dtype: t
         assert transposed is not None
         found.append((packed.product(x), transposed.product(packed.product(x))))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 65, 288, 289, 1528, 5000])
+def test_blocks_of_rows_are_even_and_as_many_for_each_thread(rows: int) -> None:
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        size = even_block_rows(rows, most=288)
+        blocks = -(-rows // size)
+        assert size <= 288
+        assert blocks % threads == 0 or size == 32
+        assert blocks * size - rows < blocks or size == 32
+
+
+def test_several_groups_of_a_gradient_are_an_even_number() -> None:
+    counts = {groups_of(rows) for rows in range(1, 4000)}
+    assert counts == {1, 2, 4, 6, 8}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

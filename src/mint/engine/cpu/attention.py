@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.threads import Int64
+from mint.engine.cpu.threads import Int64, Split
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import NO_WINDOWS, Windows
@@ -220,6 +220,7 @@ def attend_packed_backward(
     kernels.libraries["attention_backward"].attend_packed_backward(
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,
+        Split.ONE_BY_ONE,
         rows=rows,
         count=len(heads),
         dim=heads.shape[2],

@@ -9,6 +9,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.recording import present
-from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
+from mint.engine.cpu.threads import Int64, NativeThreads, Operation, Split, error_of
 from mint.engine.memory.machine_memory import HugePages, huge_block
 from mint.errors import MissingExtraError
 
@@ -30,6 +31,15 @@ LANES = 16
 
 SERIAL_WORK = 1 << 14
 """Less work than this (elements, or pairs of a query and a key) is not worth several threads."""
+
+
+class RowLayout(IntEnum):
+    """How the numbers of rows lie, as in calls.h: as floats, as bfloat16, or as bfloat16 in tiles for AMX."""
+
+    FLOATS = 0
+    HALVES = 1
+    TILES = 2
+
 
 Field = Tensor | np.ndarray | ctypes.Structure | ctypes.Array[Any] | int | float | None
 
@@ -100,8 +110,8 @@ class Kernel:
         self.address = ctypes.cast(function, ctypes.c_void_p).value
         self._threads = threads
 
-    def __call__(self, count: int, work: int, /, **fields: Field) -> None:
-        """Runs over parts 0 to `count`, on several threads where so much `work` is worth it.
+    def __call__(self, count: int, work: int, split: Split = Split.EQUAL_SHARES, /, **fields: Field) -> None:
+        """Runs over parts 0 to `count`; several threads `split` them where so much `work` is worth it.
 
         `fields` are those of the kernel's struct, all of them and in its order: numbers as they are, of all else the
         address.
@@ -131,11 +141,13 @@ class Kernel:
             else:
                 words.append(ctypes.addressof(field))
         arguments = (Int64 * len(words))(*words)
-        wide = work >= SERIAL_WORK and count > 1
-        operation = Operation(self.address, ctypes.addressof(arguments), count, wide)
+        if work < SERIAL_WORK or count < 2:
+            split = Split.ONE_THREAD
+        operation = Operation(self.address, ctypes.addressof(arguments), count, split)
         recording = present.recording
         if recording is not None:
             recording.add(operation, arguments, fields)
-        code = self._threads.run_operations(ctypes.byref(operation), 1, torch.get_num_threads() if wide else 1)
+        threads = 1 if split == Split.ONE_THREAD else torch.get_num_threads()
+        code = self._threads.run_operations(ctypes.byref(operation), 1, threads)
         if code:
             raise error_of(code)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.kernels import LANES, NativeKernels, RowLayout
 from mint.engine.cpu.loras import NativeLoras, groups_of, places_of
-from mint.engine.cpu.panels import PanelMatrix
-from mint.engine.cpu.threads import Int64
+from mint.engine.cpu.panels import PanelMatrix, even_block_rows
+from mint.engine.cpu.threads import Int64, Split
 from mint.engine.lora import SiteWeights
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
@@ -29,8 +29,8 @@ from mint.engine.model.operations import HeadSettings
 
 _BLOCK_ROWS = 108
 _AMX_BLOCK_ROWS = 288
-"""`block_rows` in layers.h. Rows of a block stay in the second cache between two steps. AMX multiplies so fast that the
-matrices, which each block reads again, would come too slowly for fewer rows."""
+"""The most `block_rows` in layers.h. Rows of a block stay in the second cache between two steps. AMX multiplies so fast
+that the matrices, which each block reads again, would come too slowly for fewer rows."""
 
 
 class _Lora(ctypes.Structure):
@@ -69,6 +69,7 @@ class _Inputs(ctypes.Structure):
         ("pairs", Int64),
         ("half", Int64),
         ("rounds", Int64),
+        ("layout", Int64),
         ("block_rows", Int64),
     )
 
@@ -103,6 +104,12 @@ class TrainedProduct:
     def takes_rounded_rows(self, loras: NativeLoras) -> bool:
         """Whether its kernels read rows in bfloat16: they would round them anyway."""
         return loras.rounds and self.matrix.dtype == torch.bfloat16
+
+    def row_layout(self, loras: NativeLoras, kernels: NativeKernels) -> RowLayout:
+        """How rows lie that kernels write for it in a forward."""
+        if not self.takes_rounded_rows(loras):
+            return RowLayout.FLOATS
+        return RowLayout.TILES if kernels.instructions == "avx512-amx" else RowLayout.HALVES
 
     def empty_down(self, rows: int) -> Tensor | None:
         """For what the first matrix of a lora beside the product makes of so many rows, [T, ranks]: a backward needs
@@ -175,16 +182,18 @@ class NativeHeads:
         inverse = None if self._norm is None else x.new_empty(rows, 1)
         head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
         row_kernels = self._kernels.libraries["rows"]
+        block_rows = even_block_rows(rows, _most_block_rows(self._kernels))
         down = self._product.empty_down(rows)
         lora = _LoraSums(self._loras, self._product, down)
         self._kernels.libraries["attention_inputs"].attention_inputs(
-            -(-rows // _block_rows(self._kernels)),
+            -(-rows // block_rows),
             x.numel() * outputs,
+            Split.ONE_BY_ONE,
             rms_norm=row_kernels.rms_norm.address,
             product=self._product.matrix.product_kernel.address,
             add_lora=self._loras.add_kernel.address,
             finish_heads=row_kernels.finish_heads.address,
-            inputs=self._inputs(lora, x.shape[1]),
+            inputs=self._inputs(lora, x.shape[1], block_rows),
             x=x,
             packed=self._product.matrix.panels,
             rows=rows,
@@ -209,12 +218,13 @@ class NativeHeads:
         self._kernels.libraries["attention_inputs"].attention_inputs_backward(
             groups,
             x.numel() * self._product.matrix.outputs,
+            Split.ONE_BY_ONE,
             finish_heads_backward=row_kernels.finish_heads_backward.address,
             rms_norm_again=row_kernels.rms_norm_again.address,
             product=transposed.product_kernel.address,
             rms_norm_backward=row_kernels.rms_norm_backward.address,
             lora_gradient=self._loras.gradient_kernel.address,
-            inputs=self._inputs(lora, x.shape[1]),
+            inputs=self._inputs(lora, x.shape[1], _most_block_rows(self._kernels)),
             borders=borders,
             grad=grad.contiguous(),
             x=x,
@@ -226,7 +236,7 @@ class NativeHeads:
         )
         return grad_x, lora.total(parts)
 
-    def _inputs(self, lora: _LoraSums, hidden: int) -> _Inputs:
+    def _inputs(self, lora: _LoraSums, hidden: int, block_rows: int) -> _Inputs:
         settings = self._settings
         return _Inputs(
             norm=_address(self._norm),
@@ -244,7 +254,8 @@ class NativeHeads:
             pairs=settings.cos.shape[-1],
             half=self._dtype == torch.bfloat16,
             rounds=self._product.takes_rounded_rows(self._loras),
-            block_rows=_block_rows(self._kernels),
+            layout=self._product.row_layout(self._loras, self._kernels),
+            block_rows=block_rows,
         )
 
 
@@ -284,9 +295,11 @@ class NativeMlp:
         downs = [own.empty_down(rows) for own in (self._gate_up, self._down)]
         gate_up_lora, down_lora = self._lora_sums(downs)
         row_kernels = self._kernels.libraries["rows"]
+        block_rows = even_block_rows(rows, _most_block_rows(self._kernels))
         self._kernels.libraries["mlp"].mlp_forward(
-            -(-rows // _block_rows(self._kernels)),
+            -(-rows // block_rows),
             x.numel() * self._inner,
+            Split.ONE_BY_ONE,
             norm=row_kernels.rms_norm.address,
             product=self._gate_up.matrix.product_kernel.address,
             add_lora=self._loras.add_kernel.address,
@@ -296,6 +309,7 @@ class NativeMlp:
             eps=self._eps,
             gate_up=self._gate_up.matrix.panels,
             down=self._down.matrix.panels,
+            panel_words=LANES * self._gate_up.matrix.row_words,
             gate_up_lora=gate_up_lora.struct,
             down_lora=down_lora.struct,
             rows=rows,
@@ -303,8 +317,8 @@ class NativeMlp:
             inner=self._inner,
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
-            rounds=self._rounds,
-            block_rows=_block_rows(self._kernels),
+            layout=min(own.row_layout(self._loras, self._kernels) for own in (self._gate_up, self._down)),
+            block_rows=block_rows,
             out=out,
             inverse=inverse,
             wide=wide,
@@ -326,6 +340,7 @@ class NativeMlp:
         self._kernels.libraries["mlp"].mlp_backward(
             groups,
             x.numel() * self._inner,
+            Split.ONE_BY_ONE,
             product=gate_up.product_kernel.address,
             swiglu=row_kernels.swiglu_gradient.address,
             norm=row_kernels.rms_norm_again.address,
@@ -346,7 +361,7 @@ class NativeMlp:
             adds=self._adds,
             half=self._dtype == torch.bfloat16,
             rounds=self._rounds,
-            block_rows=_block_rows(self._kernels),
+            block_rows=_most_block_rows(self._kernels),
             grad_x=grad_x,
         )
         return grad_x, [*gate_up_lora.total(parts), *down_lora.total(parts)]
@@ -356,7 +371,7 @@ class NativeMlp:
         return [_LoraSums(self._loras, own, down, groups) for own, down in zip(products, downs, strict=True)]
 
 
-def _block_rows(kernels: NativeKernels) -> int:
+def _most_block_rows(kernels: NativeKernels) -> int:
     return _AMX_BLOCK_ROWS if kernels.instructions == "avx512-amx" else _BLOCK_ROWS
 
 

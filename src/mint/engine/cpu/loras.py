@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
-from mint.engine.cpu.threads import Int64, NotCompiledError
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels, RowLayout
+from mint.engine.cpu.threads import Int64, NotCompiledError, Split
 from mint.engine.lora import SiteWeights
 
 _GROUP_ROWS, _MOST_GROUPS = 192, 8
@@ -60,8 +60,9 @@ class NativeLoras:
             scale=scale,
             out=out,
             down=None,
-            half=x.dtype == torch.bfloat16,
+            layout=RowLayout.HALVES if x.dtype == torch.bfloat16 else RowLayout.FLOATS,
             rounded=lora.a.dtype == torch.bfloat16,
+            given=False,
         )
 
     def gradient(
@@ -79,6 +80,7 @@ class NativeLoras:
         self.gradient_kernel(
             groups,
             count * found.shape[1],
+            Split.ONE_BY_ONE,
             grad=grad,
             x=x,
             a=lora.a,
@@ -122,8 +124,10 @@ class NativeLoras:
 
 def groups_of(rows: int) -> int:
     """In how many groups a gradient adds up so many rows: a function of the rows alone, so that partial sums are added
-    in the same order on any number of threads. Group g begins at row `rows · g // groups`."""
-    return min(max(rows // _GROUP_ROWS, 1), _MOST_GROUPS)
+    in the same order on any number of threads. Several groups are an even number of them, which two threads can share.
+    Group g begins at row `rows · g // groups`."""
+    groups = min(max(rows // _GROUP_ROWS, 1), _MOST_GROUPS)
+    return groups if groups == 1 else groups // 2 * 2
 
 
 def places_of(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
@@ -155,8 +159,9 @@ def _is_compiled(kernel: Kernel) -> bool:
             scale=0.0,
             out=None,
             down=None,
-            half=False,
+            layout=RowLayout.FLOATS,
             rounded=False,
+            given=False,
         )
     except NotCompiledError:
         return False

@@ -14,7 +14,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.cpu.attention import NativePackedAttention
 from mint.engine.cpu.delta_net import NativeDeltaRule
-from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
+from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels, RowLayout
 from mint.engine.cpu.layer_parts import NativeHeads, NativeMlp, TrainedProduct
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
@@ -236,7 +236,7 @@ class NativeOperations(CpuOperations):
             width=x.shape[1],
             out=out,
             inverse=inverse,
-            half=False,
+            layout=RowLayout.FLOATS,
         )
         return out, inverse
 
@@ -361,7 +361,8 @@ class NativeOperations(CpuOperations):
             gelu=self._gelu,
             out=out,
             kept=None,
-            half=False,
+            layout=RowLayout.FLOATS,
+            whole=out.shape[1],
         )
         return out
 

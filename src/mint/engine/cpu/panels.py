@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels, RowLayout
 from mint.engine.cpu.onednn import PACKED_ENTRIES, dense_gradient
-from mint.engine.cpu.threads import NotCompiledError
+from mint.engine.cpu.threads import NotCompiledError, Split
 
 _INPUTS_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
+
+MOST_BLOCK_ROWS = 288
+"""Where there are many rows, threads take blocks of so many of them at most, and all panels."""
+
+_FEWEST_BLOCK_ROWS = 32
+"""With fewer, a product takes as long as reading the matrix."""
 
 
 class NativeProducts:
@@ -25,6 +31,7 @@ class NativeProducts:
         self._library = kernels.libraries["products"]
         self._empty_matrix = kernels.empty_matrix
         self.empty_rows = kernels.empty_rows
+        self.product_by_rows = self._library.product_by_rows
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
@@ -99,6 +106,11 @@ class PanelMatrix:
         return self.panels.data_ptr()
 
     @property
+    def row_words(self) -> int:
+        """The words of 32 bits of a row of the matrix; a panel has 16 rows."""
+        return self.inputs // _INPUTS_PER_WORD[self.dtype]
+
+    @property
     def size_bytes(self) -> int:
         return self.outputs * self.inputs * self.panels.itemsize
 
@@ -119,19 +131,43 @@ class PanelMatrix:
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Matrix`. The rows are rounded if the panels are; then they may be rounded already."""
-        out = self.products.empty_rows(len(x), self.outputs)
-        half = x.dtype == self.dtype == torch.bfloat16
-        self.product_kernel(
-            self.outputs // LANES,
-            len(x) * self.outputs * self.inputs,
-            x=(x if half else x.float()).contiguous(),
+        rows = len(x)
+        out = self.products.empty_rows(rows, self.outputs)
+        is_half = x.dtype == self.dtype == torch.bfloat16
+        layout = RowLayout.HALVES if is_half else RowLayout.FLOATS
+        x = (x if is_half else x.float()).contiguous()
+        residual = None if residual is None else residual.contiguous()
+        work = rows * self.outputs * self.inputs
+        if 2 * rows < self.outputs or rows < 2 * MOST_BLOCK_ROWS:
+            self.product_kernel(
+                self.outputs // LANES,
+                work,
+                x=x,
+                packed=self.panels,
+                rows=rows,
+                inputs=self.inputs,
+                outputs=self.outputs,
+                residual=residual,
+                out=out,
+                layout=layout,
+                next=None,
+            )
+            return out
+        block_rows = even_block_rows(rows, MOST_BLOCK_ROWS)
+        self.products.product_by_rows(
+            -(-rows // block_rows),
+            work,
+            Split.ONE_BY_ONE,
+            product=self.product_kernel.address,
+            x=x,
             packed=self.panels,
-            rows=len(x),
+            rows=rows,
             inputs=self.inputs,
             outputs=self.outputs,
-            residual=None if residual is None else residual.contiguous(),
+            residual=residual,
             out=out,
-            half=half,
+            layout=layout,
+            block_rows=block_rows,
         )
         return out
 
@@ -190,6 +226,13 @@ class PanelUnembedding(PanelMatrix):
         return dense_gradient(self._weight, grad)
 
 
+def even_block_rows(rows: int, most: int) -> int:
+    """The rows of blocks, at most `most`: as even as they can be, and as many blocks for each of torch's threads."""
+    threads = torch.get_num_threads()
+    blocks = -(-rows // (most * threads)) * threads
+    return max(-(-rows // blocks), _FEWEST_BLOCK_ROWS)
+
+
 def panel_matrix(products: NativeProducts, weight: Tensor) -> PanelMatrix | None:
     """`weight` [O, I] in panels, if it fits."""
     panels = products.pack(weight)
@@ -211,7 +254,19 @@ def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix |
 def is_compiled(product: Kernel) -> bool:
     """Whether a product is compiled for this processor, found by a call without rows."""
     try:
-        product(0, 0, x=None, packed=None, rows=0, inputs=LANES, outputs=LANES, residual=None, out=None, half=False)
+        product(
+            0,
+            0,
+            x=None,
+            packed=None,
+            rows=0,
+            inputs=LANES,
+            outputs=LANES,
+            residual=None,
+            out=None,
+            layout=RowLayout.FLOATS,
+            next=None,
+        )
     except NotCompiledError:
         return False
     return True

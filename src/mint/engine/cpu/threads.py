@@ -6,6 +6,7 @@ Knows no kernel. `threads.c` splits the parts among the threads.
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 NOT_COMPILED = 1
 OUT_OF_MEMORY = 2
@@ -19,10 +20,20 @@ class NotCompiledError(AssertionError):
     """The kernel is not compiled for such widths or this processor."""
 
 
-class Operation(ctypes.Structure):
-    """`Operation` in threads.c: a kernel, where its struct is, and how many parts it has."""
+class Split(IntEnum):
+    """How several threads take the parts of an operation; as in threads.c."""
 
-    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", Int64), ("wide", Int64))
+    ONE_THREAD = 0
+    EQUAL_SHARES = 1
+    ONE_BY_ONE = 2
+    """For few parts that take long. A thread takes the next one when it has done with its last, so that it takes fewer
+    while another program uses its core."""
+
+
+class Operation(ctypes.Structure):
+    """`Operation` in threads.c: a kernel, where its struct is, how many parts it has, and a `Split`."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", Int64), ("split", Int64))
 
 
 class OperationSequence(ctypes.Structure):

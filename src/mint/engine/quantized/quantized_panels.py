@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels, RowLayout
 from mint.engine.cpu.onednn import dense_gradient
 from mint.engine.cpu.panels import NativeProducts, is_compiled
 from mint.engine.cpu.threads import Int64
@@ -96,7 +96,8 @@ class QuantizedPanels:
             outputs=self.outputs,
             residual=None if residual is None else residual.contiguous(),
             out=out,
-            half=False,
+            layout=RowLayout.FLOATS,
+            next=None,
         )
         return out
 

@@ -21,7 +21,8 @@ typedef struct {
     double eps;
     const Lora *lora;
     int64_t hidden, total_heads, rotated_heads, joint_heads, dim, pairs, half;
-    int64_t rounds;     /* whether products and loras take rows in bfloat16 */
+    int64_t rounds;     /* whether products and loras take rows in bfloat16, and */
+    int64_t layout;     /* how those lie that the forward's take */
     int64_t block_rows; /* see layers.h */
 } Inputs;
 
@@ -41,26 +42,27 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     const int64_t block = own->block_rows;
-    float *room = scratch(sizeof(float) * block * (hidden + outputs));
+    const int64_t places = (block + TILE_HEIGHT - 1) / TILE_HEIGHT * TILE_HEIGHT;
+    float *room = scratch(sizeof(float) * places * (hidden + outputs));
     if (!room) return 2;
-    float *normed = room, *unrounded = room + block * hidden;
+    float *normed = room, *unrounded = room + places * hidden;
     int code = 0;
     for (int64_t start = first * block; start < last * block && start < in->rows && !code; start += block) {
         const int64_t rows = in->rows - start < block ? in->rows - start : block;
         const float *x = in->x + start * hidden, *read = own->norm ? normed : x;
         float *qkv = own->half ? unrounded : (float *)in->kept + start * outputs;
-        const int64_t rounds = own->norm && own->rounds;
-        Product product = {read, in->packed, rows, hidden, outputs, 0, qkv, rounds};
+        const int64_t layout = own->norm ? own->layout : FLOATS;
+        Product product = {read, in->packed, rows, hidden, outputs, 0, qkv, layout};
         FinishHeads finish = {qkv, own->bias, own->head_norms, own->cos + start * own->pairs, own->sin + start * own->pairs,
                               own->eps, own->total_heads, own->rotated_heads, own->joint_heads, own->dim, own->pairs,
                               own->half, in->heads + start * outputs * bytes,
                               own->head_norms ? in->head_inverse + start * own->rotated_heads : 0};
         if (own->norm) {
-            RmsNorm norm = {x, own->norm, 0, own->eps, hidden, (char *)normed, in->inverse + start, rounds};
+            RmsNorm norm = {x, own->norm, 0, own->eps, hidden, (char *)normed, in->inverse + start, layout};
             code = in->rms_norm(&norm, 0, rows);
         }
         if (!code) code = in->product(&product, 0, outputs / PANEL);
-        if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, rounds, qkv);
+        if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, layout, qkv);
         if (!code) code = in->finish_heads(&finish, 0, rows);
         if (own->half && !code) round_to_halves(qkv, rows * outputs, in->kept + start * outputs * bytes);
     }

@@ -10,13 +10,27 @@ typedef int Kernel(const void *arguments, int64_t first, int64_t last);
 
 #define PANEL 16 /* outputs of a matrix that lie side by side */
 
+/* How the numbers of rows [T, width] lie: as floats, as bfloat16, or as bfloat16 in tiles, which only kernels for AMX read:
+   [T / 16, width / 32, 16 rows, 32 numbers], so that each tile fills a register as it lies. */
+enum { FLOATS, HALVES, TILES };
+
+#define TILE_HEIGHT 16
+#define TILE_WIDTH 32 /* of a row, or half as many words */
+
+/* Where number i of row t lies in tiles. */
+static inline int64_t tile_place(int64_t t, int64_t i, int64_t width) {
+    const int64_t tile = t / TILE_HEIGHT * (width / TILE_WIDTH) + i / TILE_WIDTH;
+    return (tile * TILE_HEIGHT + t % TILE_HEIGHT) * TILE_WIDTH + i % TILE_WIDTH;
+}
+
 typedef struct {
     const float *x;
     const int32_t *packed;
     int64_t rows, inputs, outputs;
     const float *residual;
     float *out;
-    int64_t half; /* whether x is bfloat16, which only products of bfloat16 take */
+    int64_t layout;      /* of x; only products of bfloat16 take others than FLOATS */
+    const int32_t *next; /* panels that will be wanted after these, or missing */
 } Product;
 
 typedef struct {
@@ -32,8 +46,9 @@ typedef struct {
     double scale;
     float *out;
     float *down;     /* [T, parts * rank], or missing: scale * x times a, which `LoraGradient` may have back */
-    int64_t half;    /* whether x is bfloat16 */
+    int64_t layout;  /* of x */
     int64_t rounded; /* whether a and the bs are, which only `add_lora_halves` takes */
+    int64_t given;   /* whether `down` is there already; x and a may then be missing */
 } AddLora;
 
 typedef struct {
@@ -53,9 +68,9 @@ typedef struct {
     const float *x, *weight, *residual;
     double eps;
     int64_t width;
-    char *out; /* float, or bfloat16 if `half` */
+    char *out;
     float *inverse;
-    int64_t half;
+    int64_t layout; /* of `out` */
 } RmsNorm;
 
 typedef struct {
@@ -74,9 +89,10 @@ typedef struct {
 typedef struct {
     const float *wide;
     int64_t inner, gelu;
-    char *out;  /* float, or bfloat16 if `half` */
-    char *kept; /* [T, 2I], or missing: `wide` in bfloat16 */
-    int64_t half;
+    char *out;
+    char *kept;     /* [T, 2 * whole], or missing: `wide` in bfloat16 */
+    int64_t layout; /* of `out` */
+    int64_t whole; /* numbers from a row of `out` to the next one, and from a gate in `kept` to what it gates */
 } Swiglu;
 
 typedef struct {

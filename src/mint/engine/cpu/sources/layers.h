@@ -23,12 +23,33 @@ typedef struct {
     float *found;
 } Lora;
 
-/* What a lora beside its product adds to out [rows, outputs], rows from `start` on; x is bfloat16 if `half`. */
+/* What a lora beside its product adds to out [rows, outputs], rows from `start` on; `layout` of x. */
 INLINE int add_lora(Kernel *kernel, const Lora *lora, int64_t start, int64_t rows, int64_t inputs, int64_t outputs,
-                    const float *x, int64_t half, float *out) {
+                    const float *x, int64_t layout, float *out) {
     if (!lora || !lora->beside) return 0;
     AddLora own = {x, lora->a, lora->bs, lora->widths, lora->parts, lora->rank, inputs, outputs, lora->scale, out,
-                   lora->down + start * lora->parts * lora->rank, half};
+                   lora->down + start * lora->parts * lora->rank, layout};
+    return kernel(&own, 0, rows);
+}
+
+#define PIECE_PARTS 2 /* of a lora whose outputs are taken in pieces */
+
+/* Whether there is no such lora, or it has two parts of `width` outputs. */
+INLINE int comes_in_pieces(const Lora *lora, int64_t width) {
+    return !lora || !lora->beside || (lora->parts == PIECE_PARTS && lora->widths[0] == width && lora->widths[1] == width);
+}
+
+/* The same for outputs `first` to `first + size` of each part alone, side by side in out [rows, parts * size]. The first
+   piece, which begins at 0, finds what the others need, too. */
+INLINE int add_lora_piece(Kernel *kernel, const Lora *lora, int64_t start, int64_t rows, int64_t first, int64_t size,
+                          int64_t inputs, const float *x, int64_t layout, float *out) {
+    if (!lora || !lora->beside) return 0;
+    const float *bs[PIECE_PARTS];
+    int64_t widths[PIECE_PARTS];
+    for (int64_t part = 0; part < lora->parts; part++)
+        bs[part] = lora->bs[part] + first * lora->rank, widths[part] = size;
+    AddLora own = {x, lora->a, bs, widths, lora->parts, lora->rank, inputs, lora->parts * size, lora->scale, out,
+                   lora->down + start * lora->parts * lora->rank, layout, 0, first > 0};
     return kernel(&own, 0, rows);
 }
 

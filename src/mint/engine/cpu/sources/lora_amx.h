@@ -21,21 +21,22 @@ INLINE void end_products(void) { end_amx(); }
 /* Words that `squeeze_rows` needs where a is not in panels. */
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
-/* `ranks` ranks, 16 or fewer, for one row x [words]: a register holds the rows of a, another one x as a column. */
-INLINE void squeeze_row(const int32_t *x, const int32_t *a, int64_t ranks, int64_t words, float *found) {
+/* `ranks` ranks, 16 or fewer, for one row x [words], each 16 of which lie `apart` as far from the last ones: a register holds the rows of a, another one x as a column. */
+INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64_t ranks, int64_t words, float *found) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
     for (int64_t i = 0; i < words; i += LANES) {
         for (int64_t k = 0; k < ranks; k++) __builtin_prefetch(a + k * words + i + AHEAD / 4 * LANES, 0, 3);
         _tile_loadd(4, a + i, 4 * words);
-        _tile_loadd(6, x + i, 4);
+        _tile_loadd(6, x + i * apart, 4);
         _tile_dpbf16ps(0, 4, 6);
     }
     _tile_stored(0, found, 4);
 }
 
-/* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], in the order in which panels are summed. */
-static void squeeze_few(int64_t rows, const int32_t *x, const float *a, int64_t half, int64_t ranks, int64_t inputs,
+/* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], in the order in which panels are summed. x may lie in
+   tiles. */
+static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, int64_t ranks, int64_t inputs,
                         float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
     const int as_it_lies = half && inputs == 2 * words;
@@ -49,18 +50,19 @@ static void squeeze_few(int64_t rows, const int32_t *x, const float *a, int64_t 
         set_shapes(&shapes);
         for (int64_t r = 0; r < rows; r++) {
             float found[LANES];
-            squeeze_row(x + r * words, matrix, own, words, found);
+            const int32_t *row = x + (tiled ? tile_place(r, 0, 2 * words) / 2 : r * words);
+            squeeze_row(row, tiled ? TILE_HEIGHT : 1, matrix, own, words, found);
             put_first(down + r * ranks + j, scaled(loaded(found), same(scale)), own);
         }
     }
 }
 
 /* The same by the panels of a, if they are there. */
-static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
+static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, const int32_t *panels,
                          int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
     if (!panels) {
-        squeeze_few(rows, x, a, half, ranks, inputs, scale, down, room);
+        squeeze_few(rows, x, tiled, a, half, ranks, inputs, scale, down, room);
         return;
     }
     float found[AMX_ROWS * 2 * LANES] __attribute__((aligned(64)));
@@ -68,7 +70,7 @@ static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t
         size = rows - r < AMX_ROWS ? rows - r : AMX_ROWS;
         if (r == 0 || size < AMX_ROWS) begin_amx(size, LANES);
         for (int64_t j = 0; j < ranks; j += 2 * LANES) {
-            AmxProduct own = {x + r * words, words, panels + j * words, words * LANES, words, found, 2 * LANES, 0};
+            AmxProduct own = {x + r * words, words, panels + j * words, words * LANES, words, found, 2 * LANES, 0, 0, tiled};
             const int64_t wide = ranks - j > LANES ? 2 : 1;
             if (size > 16) multiply_panels(1, &own, 0, 0, wide, 0, 0);
             else multiply_panels(0, &own, 0, 0, wide, 0, 0);

@@ -33,7 +33,7 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     const int64_t ranks = parts * rank, words = words_of(inputs), pairs = pairs_of(rank), stride = parts * pairs;
     const int64_t rows = last - first < CHUNK ? last - first : CHUNK;
     const int has_panels = last - first >= LEAST_PANEL_ROWS;
-    const int reads_x = in->half && inputs == 2 * words; /* as it lies */
+    const int reads_x = in->layout && inputs == 2 * words; /* as it lies */
     int64_t all = 0;
     const int64_t panels_at = place(&all, has_panels ? panels_of(ranks) * words * LANES : ranks_room(words));
     const int64_t x_at = place(&all, reads_x ? 0 : rows * words), squeezed_at = place(&all, in->down ? 0 : rows * ranks);
@@ -44,14 +44,15 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     int32_t *panels = has_panels ? room + panels_at : 0, *factors = room + factors_at;
     int32_t *columns = room + columns_at;
     float *squeezed = (float *)(room + squeezed_at);
-    if (panels) turn_ranks(in->a, in->rounded, ranks, inputs, panels);
+    if (panels && !in->given) turn_ranks(in->a, in->rounded, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
         float *down = in->down ? in->down + start * ranks : squeezed, *out = in->out + start * outputs;
-        for (int64_t r = 0; r < count && !reads_x; r++)
-            take_row(in->x, in->half, (start + r) * inputs, inputs, room + x_at + r * words);
+        for (int64_t r = 0; r < count && !reads_x && !in->given; r++)
+            take_row(in->x, in->layout, (start + r) * inputs, inputs, room + x_at + r * words);
         const int32_t *x = reads_x ? (const int32_t *)in->x + start * words : room + x_at;
-        squeeze_rows(count, x, in->a, in->rounded, panels, ranks, inputs, in->scale, down, room + panels_at);
+        if (!in->given)
+            squeeze_rows(count, x, in->layout == TILES, in->a, in->rounded, panels, ranks, inputs, in->scale, down, room + panels_at);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
@@ -85,7 +86,7 @@ static void find_down(const LoraGradient *in, const Turned *turned, int64_t star
     if (!in->down) {
         for (int64_t r = 0; r < count; r++)
             take_row(in->x, in->half, (start + r) * in->inputs, in->inputs, turned->x + r * words);
-        squeeze_rows(count, turned->x, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down,
+        squeeze_rows(count, turned->x, 0, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down,
                      turned->ranks_room);
     }
     for (int64_t r = 0; r < count; r += 2)

@@ -111,7 +111,7 @@ INLINE void squeeze_few(int64_t rows, const int32_t *x, const float *a, const in
 }
 
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], by its panels if they are there. */
-static void squeeze_rows(int64_t rows, const int32_t *x, const float *a, int64_t half, const int32_t *panels,
+static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, const int32_t *panels,
                          int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
     int64_t r = 0;

@@ -216,17 +216,18 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     int64_t ranks = parts * rank;
     const int by_panels = last - first >= LEAST_PANEL_ROWS && inputs <= MOST_PANEL_INPUTS;
     const int64_t places = by_panels ? (ranks + LANES - 1) / LANES * LANES : 0;
-    const int64_t widened = in->half ? CHUNK * inputs : 0;
+    const int64_t widened = in->layout ? CHUNK * inputs : 0;
     float *room = scratch(sizeof(float) * (places * inputs + ranks * CHUNK + rank * SEGMENT + widened));
     if (!room) return 2;
     float *panels = places ? room : 0, *squeezed = room + places * inputs, *columns = squeezed + ranks * CHUNK;
     float *floats = columns + rank * SEGMENT;
-    if (panels) turn_ranks(a, ranks, inputs, panels);
+    if (panels && !in->given) turn_ranks(a, ranks, inputs, panels);
     for (int64_t start = first; start < last; start += CHUNK) {
         int64_t count = last - start < CHUNK ? last - start : CHUNK, r = 0, at = start * outputs;
         float *down = in->down ? in->down + start * ranks : squeezed;
-        const float *x = floats_of(in->x, in->half, start, count, inputs, floats);
-        squeeze_rows(count, x, a, panels, ranks, inputs, scale, down);
+        if (!in->given)
+            squeeze_rows(count, floats_of(in->x, in->layout, start, count, inputs, floats), a, panels, ranks, inputs, scale,
+                         down);
         for (int64_t part = 0; part < parts; at += widths[part++])
             for (int64_t o = 0, size; o < widths[part]; o += size) {
                 size = widths[part] - o < SEGMENT ? widths[part] - o : SEGMENT;

@@ -148,44 +148,48 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
 }
 
 #ifdef __AMX_BF16__
-#define AMX_WORDS 512     /* of a row: so many are multiplied at a time */
-#define AMX_ROUNDED 1024  /* rows that are rounded at a time */
-#define FEW_PANELS 8      /* are multiplied at a time if all rows take no more bytes than */
-#define FEW_ROWS 700000   /* these: rows, panels, and those that come next stay in the second cache. If there are more */
-#define MANY_PANELS 16    /* rows, these many, so that rows are read less often */
+#define AMX_WORDS 512     /* of a row: so many are multiplied at a time, and */
+#define AMX_PANELS 8      /* so many panels: these, those that come next and */
+#define AMX_MOST_ROWS 384 /* so many rows stay in the second cache */
 
-/* A row of floats, rounded to bfloat16, as row r of tiles. */
+/* Row r of tiles from `words` words of bfloat16, and the same from floats, which are rounded. */
+static void copy_to_tiles(const int32_t *x, int64_t words, int64_t r, int32_t *tiles) {
+    int32_t *to = tiles + tile_place(r, 0, 2 * words) / 2;
+    for (int64_t i = 0; i < words; i += PANEL) _mm512_storeu_si512(to + i * 16, _mm512_loadu_si512(x + i));
+}
 static void round_to_tiles(const float *x, int64_t words, int64_t r, int32_t *tiles) {
-    int32_t *to = tiles + r / 16 * 16 * words + r % 16 * PANEL;
+    int32_t *to = tiles + tile_place(r, 0, 2 * words) / 2;
     for (int64_t i = 0; i < words; i += PANEL, x += 2 * PANEL) round_row(x, 2 * PANEL, to + i * 16);
 }
 
 /* `product_floats` of a bfloat16 matrix and rows that are bfloat16, or are rounded to it. */
 int product_halves(const Product *in, int64_t first, int64_t last) {
     const int64_t outputs = in->outputs, all = in->inputs / 2;
-    const int tiled = !in->half;
-    const int64_t most = tiled && in->rows > AMX_ROUNDED ? AMX_ROUNDED : in->rows;
-    const int64_t panels = 4 * most * all > FEW_ROWS ? MANY_PANELS : FEW_PANELS;
-    int32_t *tiles = tiled ? scratch(4 * (most + 15) * all) : 0;
-    if (tiled && !tiles) return 2;
+    const int64_t most = in->rows < AMX_MOST_ROWS ? in->rows : AMX_MOST_ROWS;
+    const int64_t piece = in->rows > AMX_ROWS && all > AMX_WORDS ? AMX_WORDS : all; /* few rows: the panels as they lie */
+    int32_t *tiles = in->layout == TILES ? 0 : scratch(4 * (most + TILE_HEIGHT - 1) * piece);
+    if (!tiles && in->layout != TILES) return 2;
     for (int64_t start = 0, rows; start < in->rows; start += rows) {
         rows = in->rows - start < most ? in->rows - start : most;
-        for (int64_t r = 0; r < rows && tiled; r++) round_to_tiles(in->x + (start + r) * in->inputs, all, r, tiles);
-        const int32_t *x = tiled ? tiles : (const int32_t *)in->x;
-        for (int64_t p = first, end; p < last; p = end) {
-            end = last - p < panels ? last : p + panels;
-            for (int64_t i = 0; i < all; i += AMX_WORDS) {
-                const int64_t words = all - i < AMX_WORDS ? all - i : AMX_WORDS;
-                AmxProduct own = {x, all, in->packed + i * LANES, all * LANES, words, in->out + start * outputs, outputs,
-                                  i > 0, 0, tiled};
-                own.x += word_place(&own, i);
-                if (i + words < all) own.next = own.packed + words * LANES;
-                else if (end < last) own.next = in->packed + panels * all * LANES;
+        for (int64_t i = 0; i < all; i += piece) {
+            const int64_t words = all - i < piece ? all - i : piece;
+            for (int64_t r = 0, at = start * all + i; r < rows && tiles; r++, at += all)
+                if (in->layout == HALVES) copy_to_tiles((const int32_t *)in->x + at, words, r, tiles);
+                else round_to_tiles(in->x + 2 * at, words, r, tiles);
+            const int32_t *x = tiles ? tiles : (const int32_t *)in->x + start * all + i * TILE_HEIGHT;
+            const int32_t *packed = in->packed + i * LANES;
+            for (int64_t p = first, end; p < last; p = end) {
+                end = last - p < AMX_PANELS ? last : p + AMX_PANELS;
+                AmxProduct own = {x, tiles ? words : all, packed, all * LANES, words, in->out + start * outputs, outputs, i > 0, 0, 1};
+                if (end < last) own.next = packed + AMX_PANELS * all * LANES;
+                else if (i + words < all) own.next = packed + words * LANES - (p - first) * all * LANES;
+                else if (in->next) own.next = in->next - p * all * LANES;
                 multiply_amx(&own, rows, p, end);
+                if (i + words < all || !in->residual) continue;
+                for (int64_t r = start; r < start + rows; r++)
+                    for (int64_t at = r * outputs + p * LANES; at < r * outputs + end * LANES; at += LANES)
+                        put(in->out + at, added(loaded(in->out + at), loaded(in->residual + at)));
             }
-            for (int64_t r = start; r < start + rows && in->residual; r++)
-                for (int64_t at = r * outputs + p * LANES; at < r * outputs + end * LANES; at += LANES)
-                    put(in->out + at, added(loaded(in->out + at), loaded(in->residual + at)));
         }
     }
     if (in->rows && first < last) end_amx();
@@ -204,7 +208,7 @@ static void widen_row(const uint16_t *x, int64_t count, int32_t *to) {
 int product_halves(const Product *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, all = inputs / 2;
     const Block block = find_block(in->rows, all);
-    const int reads_x = in->half && MULTIPLIES_HALVES; /* as it lies */
+    const int reads_x = in->layout && MULTIPLIES_HALVES; /* as it lies */
     int32_t *rounded = reads_x ? 0 : scratch(4 * block.rows * words_of_halves(2 * block.words));
     if (!reads_x && !rounded) return 2;
     for (int64_t start = 0; start < in->rows; start += block.rows)
@@ -214,7 +218,7 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
             int64_t stride = reads_x ? all : words_of_halves(2 * words);
             const int32_t *rows = reads_x ? (const int32_t *)in->x + start * all + i : rounded;
             for (int64_t r = 0, at = start * inputs + 2 * i; r < count && !reads_x; r++, at += inputs)
-                if (in->half) widen_row((const uint16_t *)in->x + at, 2 * words, rounded + r * stride);
+                if (in->layout) widen_row((const uint16_t *)in->x + at, 2 * words, rounded + r * stride);
                 else round_row(in->x + at, 2 * words, rounded + r * stride);
             Piece piece = {rows, stride, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual, in->out};
             multiply(halves_tiles, &piece, in->packed + i * LANES, count, start * in->outputs, first, last);
@@ -223,3 +227,28 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
     return 0;
 }
 #endif
+
+/* As `Product`, with the kernel of the product; rows are taken in blocks of `block_rows`. */
+typedef struct {
+    Kernel *product;
+    const float *x;
+    const int32_t *packed;
+    int64_t rows, inputs, outputs;
+    const float *residual;
+    float *out;
+    int64_t layout, block_rows;
+} ProductByRows;
+
+/* All panels, for blocks `first` to `last` of the rows. Threads that share the rows all read the matrix; those that share
+   the panels all read the rows, and round them if the matrix is bfloat16. */
+int product_by_rows(const ProductByRows *in, int64_t first, int64_t last) {
+    int code = 0;
+    for (int64_t block = first; block < last && !code; block++) {
+        const int64_t start = block * in->block_rows, rest = in->rows - start, inputs = in->inputs, outputs = in->outputs;
+        const float *x = in->layout ? (const float *)((const uint16_t *)in->x + start * inputs) : in->x + start * inputs;
+        Product own = {x, in->packed, rest < in->block_rows ? rest : in->block_rows, inputs, outputs,
+                       in->residual ? in->residual + start * outputs : 0, in->out + start * outputs, in->layout};
+        code = in->product(&own, 0, outputs / PANEL);
+    }
+    return code;
+}

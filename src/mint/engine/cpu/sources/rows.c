@@ -32,11 +32,17 @@ int add_bias(const AddBias *in, int64_t first, int64_t last) {
     return 0;
 }
 
+/* Numbers i to i + 16 of row t of rows [T, width], laid out as `layout` says. */
+INLINE void store_row(char *rows, int64_t t, int64_t i, int64_t width, vf x, int64_t layout) {
+    if (layout == TILES) store(rows, tile_place(t, i, width), x, 1);
+    else store(rows, t * width + i, x, layout);
+}
+
 /* out = x / rms(x) * weight for rows of `width`, plus `residual`, if there is one; inverse [T] = 1 / rms(x). */
 int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
     const float *x = in->x, *weight = in->weight, *residual = in->residual;
     double eps = in->eps;
-    const int64_t width = in->width, half = in->half;
+    const int64_t width = in->width, layout = in->layout;
     float *inverse = in->inverse;
     for (int64_t t = first; t < last; t++) {
         const float *own = x + t * width;
@@ -44,7 +50,7 @@ int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
         for (int64_t i = 0; i < width; i += LANES) {
             vf normed = *(const vf *)(own + i) * scale * *(const vf *)(weight + i);
             if (residual) normed += *(const vf *)(residual + t * width + i);
-            store(in->out, t * width + i, normed, half);
+            store_row(in->out, t, i, width, normed, layout);
         }
         inverse[t] = scale;
     }
@@ -112,15 +118,15 @@ INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
 /* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]; that may be kept in bfloat16. */
 int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     const float *wide = in->wide;
-    const int64_t inner = in->inner, half = in->half;
+    const int64_t inner = in->inner, layout = in->layout, whole = in->whole;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
             vf rest, slope;
-            store(in->out, t * inner + i, gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up, half);
+            store_row(in->out, t, i, whole, gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up, layout);
             if (in->kept) {
-                store(in->kept, t * 2 * inner + i, gate, 1);
-                store(in->kept, t * 2 * inner + inner + i, up, 1);
+                store(in->kept, t * 2 * whole + i, gate, 1);
+                store(in->kept, t * 2 * whole + whole + i, up, 1);
             }
         }
     return 0;
@@ -234,7 +240,7 @@ int clamped_swiglu(const Swiglu *in, int64_t first, int64_t last) {
     for (int64_t i = first * in->inner; i < last * in->inner; i += LANES) {
         vf gate, up, rest;
         clamp_pairs(in->wide + 2 * i, &gate, &up);
-        store(in->out, i, gate * sigmoid(gate * ALPHA, &rest) * up, in->half);
+        store(in->out, i, gate * sigmoid(gate * ALPHA, &rest) * up, in->layout);
     }
     return 0;
 }
