@@ -112,6 +112,28 @@ def test_a_turned_matrix_gives_the_gradient(
     torch.testing.assert_close(transposed.product(grad).double(), exact, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (2080, 160), (1056, 352)])
+@pytest.mark.parametrize("rows", [1, 37, 401])
+def test_a_gradient_without_a_transpose_is_that_of_float64_and_a_row_s_is_the_same_in_every_company(
+    products: NativeProducts, outputs: int, inputs: int, rows: int
+) -> None:
+    weight, grad = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, outputs)
+    panels, found = _packed(products, weight).panels, []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        gradient = products.gradient(panels, grad)
+        if gradient is None:
+            pytest.skip("the processor has no AMX")
+        found.append(gradient)
+    assert torch.equal(*found)
+    exact = grad.bfloat16().double() @ weight.double()
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-4, atol=1e-6 * outputs)
+    if rows > 1:
+        grad[0] = torch.nan
+        others = products.gradient(panels, grad)
+        assert others is not None and torch.equal(others[1:], found[0][1:])
+
+
 def test_a_transpose_that_does_not_fit_is_not_made(products: NativeProducts) -> None:
     assert _packed(products, torch.zeros(48, 64, dtype=torch.bfloat16)).transposed() is None
 

@@ -32,6 +32,7 @@ class NativeProducts:
         self._empty_matrix = kernels.empty_matrix
         self.empty_rows = kernels.empty_rows
         self.product_by_rows = self._library.product_by_rows
+        self._turns_pieces = kernels.instructions == "avx512-amx"
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
@@ -77,6 +78,25 @@ class NativeProducts:
             target=transposed,
         )
         return transposed
+
+    def gradient(self, panels: Tensor, grad: Tensor) -> Tensor | None:
+        """`grad @ matrix`, float32 [T, I] from grad [T, O]. The transpose is made piece by piece, and takes no memory.
+        None where the widths or the processor do not fit."""
+        outputs, inputs = panels.shape
+        if not self._turns_pieces or panels.dtype != torch.bfloat16 or outputs % (2 * LANES):
+            return None
+        out = torch.empty(len(grad), inputs)
+        self._library.gradient_halves(
+            inputs // LANES,
+            len(grad) * panels.numel(),
+            grad=grad.float().contiguous(),
+            packed=panels,
+            rows=len(grad),
+            inputs=inputs,
+            outputs=outputs,
+            out=out,
+        )
+        return out
 
     def _rearrange(self, kernel: Kernel, source: Tensor, target: Tensor) -> None:
         outputs, inputs = source.shape
@@ -223,7 +243,8 @@ class PanelUnembedding(PanelMatrix):
 
     @override
     def gradient(self, grad: Tensor) -> Tensor:
-        return dense_gradient(self._weight, grad)
+        found = self.products.gradient(self.panels, grad)
+        return dense_gradient(self._weight, grad) if found is None else found
 
 
 def even_block_rows(rows: int, most: int) -> int:

@@ -228,6 +228,58 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
 }
 #endif
 
+typedef struct {
+    const float *grad;     /* [T, O] */
+    const int32_t *packed; /* panels of a bfloat16 matrix [O, I] */
+    int64_t rows, inputs, outputs;
+    float *out; /* [T, I] */
+} MatrixGradient;
+
+#ifdef __AMX_BF16__
+/* to [count, words, 16]: panels `p` to `p + count` of the transpose, for outputs `first` to `first + 2 * words`. */
+static void turn_piece(const MatrixGradient *in, int64_t first, int64_t words, int64_t p, int64_t count, int32_t *to) {
+    const int64_t own_words = in->inputs / 2, step = LANES / 2 * LANES;
+    for (int64_t o = 0; o < 2 * words; o += LANES) {
+        const int32_t *from = in->packed + (first + o) * own_words + p * step;
+        for (int64_t k = 0; k < count; k++) {
+            for (int64_t line = 0; line < step; line += LANES) /* of the panels that will be turned next */
+                __builtin_prefetch(from + (count + k) * step + line, 0, 2);
+            turn_pairs(from + k * step, to + (k * words + o / 2) * LANES);
+        }
+    }
+}
+
+/* out = grad times the matrix, for inputs 16 * first to 16 * last; O is a multiple of 32. The transpose of the matrix is
+   made piece by piece, so that it takes no memory. */
+int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) {
+    const int64_t inputs = in->inputs, outputs = in->outputs;
+    const int64_t most = in->rows < AMX_MOST_ROWS ? in->rows : AMX_MOST_ROWS;
+    const int64_t tiles_words = (most + TILE_HEIGHT - 1) / TILE_HEIGHT * TILE_HEIGHT * AMX_WORDS;
+    int32_t *tiles = scratch(4 * (tiles_words + AMX_PANELS * AMX_WORDS * LANES)), *turned = tiles + tiles_words;
+    if (!tiles) return 2;
+    for (int64_t start = 0, rows; start < in->rows; start += rows) {
+        rows = in->rows - start < most ? in->rows - start : most;
+        for (int64_t o = 0, words; o < outputs; o += 2 * words) {
+            words = (outputs - o) / 2 < AMX_WORDS ? (outputs - o) / 2 : AMX_WORDS;
+            for (int64_t r = 0; r < rows; r++)
+                round_to_tiles(in->grad + (start + r) * outputs + o, words, r, tiles);
+            for (int64_t p = first, count; p < last; p += count) {
+                count = last - p < AMX_PANELS ? last - p : AMX_PANELS;
+                turn_piece(in, o, words, p, count, turned);
+                AmxProduct own = {tiles, words, turned, words * LANES, words, in->out + start * inputs + p * LANES, inputs,
+                                  o > 0, 0, 1};
+                multiply_amx(&own, rows, 0, count);
+            }
+        }
+    }
+    if (in->rows && first < last) end_amx();
+    free(tiles);
+    return 0;
+}
+#else
+int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) { return 1; }
+#endif
+
 /* As `Product`, with the kernel of the product; rows are taken in blocks of `block_rows`. */
 typedef struct {
     Kernel *product;
