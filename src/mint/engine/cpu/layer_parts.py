@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, NativeKernels, RowLayout
 from mint.engine.cpu.loras import NativeLoras, groups_of, places_of
-from mint.engine.cpu.panels import PanelMatrix, even_block_rows
+from mint.engine.cpu.panels import MOST_BLOCK_ROWS, PanelMatrix, even_block_rows
 from mint.engine.cpu.threads import Int64, Split
 from mint.engine.lora import SiteWeights
 from mint.engine.model.linear import Linear
@@ -28,9 +28,8 @@ from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
 from mint.engine.model.operations import HeadSettings
 
 _BLOCK_ROWS = 108
-_AMX_BLOCK_ROWS = 288
-"""The most `block_rows` in layers.h. Rows of a block stay in the second cache between two steps. AMX multiplies so fast
-that the matrices, which each block reads again, would come too slowly for fewer rows."""
+"""The most `block_rows` in layers.h without AMX. Rows of a block stay in the second cache between two steps. AMX
+multiplies so fast that the matrices, which each block reads again, would come too slowly for so few rows."""
 
 
 class _Lora(ctypes.Structure):
@@ -372,7 +371,7 @@ class NativeMlp:
 
 
 def _most_block_rows(kernels: NativeKernels) -> int:
-    return _AMX_BLOCK_ROWS if kernels.instructions == "avx512-amx" else _BLOCK_ROWS
+    return MOST_BLOCK_ROWS if kernels.instructions == "avx512-amx" else _BLOCK_ROWS
 
 
 def _address(x: Tensor | None) -> int | None:

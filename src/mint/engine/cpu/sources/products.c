@@ -180,7 +180,8 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
             const int32_t *packed = in->packed + i * LANES;
             for (int64_t p = first, end; p < last; p = end) {
                 end = last - p < AMX_PANELS ? last : p + AMX_PANELS;
-                AmxProduct own = {x, tiles ? words : all, packed, all * LANES, words, in->out + start * outputs, outputs, i > 0, 0, 1};
+                AmxProduct own = {x, tiles ? words : all, packed, all * LANES, words, in->out + start * outputs, outputs,
+                                  i > 0, 0, 1};
                 if (end < last) own.next = packed + AMX_PANELS * all * LANES;
                 else if (i + words < all) own.next = packed + words * LANES - (p - first) * all * LANES;
                 else if (in->next) own.next = in->next - p * all * LANES;
