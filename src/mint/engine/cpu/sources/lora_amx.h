@@ -21,7 +21,8 @@ INLINE void end_products(void) { end_amx(); }
 /* Words that `squeeze_rows` needs where a is not in panels. */
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
-/* `ranks` ranks, 16 or fewer, for one row x [words], each 16 of which lie `apart` as far from the last ones: a register holds the rows of a, another one x as a column. */
+/* `ranks` ranks, 16 or fewer, for one row x [words], of which word i, a multiple of 16, lies at `i * apart`: a register holds
+   the rows of a, another one x as a column. */
 INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64_t ranks, int64_t words, float *found) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
@@ -36,8 +37,8 @@ INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64
 
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], in the order in which panels are summed. x may lie in
    tiles. */
-static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, int64_t ranks, int64_t inputs,
-                        float scale, float *down, int32_t *room) {
+static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, int64_t ranks,
+                        int64_t inputs, float scale, float *down, int32_t *room) {
     const int64_t words = words_of(inputs);
     const int as_it_lies = half && inputs == 2 * words;
     for (int64_t j = 0, own; j < ranks; j += own) {

@@ -52,7 +52,8 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
             take_row(in->x, in->layout, (start + r) * inputs, inputs, room + x_at + r * words);
         const int32_t *x = reads_x ? (const int32_t *)in->x + start * words : room + x_at;
         if (!in->given)
-            squeeze_rows(count, x, in->layout == TILES, in->a, in->rounded, panels, ranks, inputs, in->scale, down, room + panels_at);
+            squeeze_rows(count, x, in->layout == TILES, in->a, in->rounded, panels, ranks, inputs, in->scale, down,
+                         room + panels_at);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
