@@ -83,7 +83,7 @@ def test_the_number_of_threads_changes_no_bit(products: NativeProducts, dtype: t
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("rows", [1, 31, 32, 65, 288, 289, 1528, 5000])
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 65, 288, 289, 1528, 5000])
 def test_blocks_of_rows_are_even_and_as_many_for_each_thread(rows: int) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -128,6 +128,10 @@ def test_a_gradient_without_a_transpose_is_that_of_float64_and_a_row_s_is_the_sa
     assert torch.equal(*found)
     exact = grad.bfloat16().double() @ weight.double()
     torch.testing.assert_close(found[0].double(), exact, rtol=1e-4, atol=1e-6 * outputs)
+    logits = torch.empty(rows, 3 * outputs, dtype=torch.bfloat16)
+    logits[:, :outputs] = grad
+    apart = products.gradient(panels, logits[:, :outputs])
+    assert apart is not None and torch.equal(apart, found[0])
     if rows > 1:
         grad[0] = torch.nan
         others = products.gradient(panels, grad)

@@ -32,7 +32,7 @@ class NativeProducts:
         self._empty_matrix = kernels.empty_matrix
         self.empty_rows = kernels.empty_rows
         self.product_by_rows = self._library.product_by_rows
-        self._turns_pieces = kernels.instructions == "avx512-amx"
+        self._has_amx = kernels.instructions == "avx512-amx"
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
@@ -80,16 +80,20 @@ class NativeProducts:
         return transposed
 
     def gradient(self, panels: Tensor, grad: Tensor) -> Tensor | None:
-        """`grad @ matrix`, float32 [T, I] from grad [T, O]. The transpose is made piece by piece, and takes no memory.
-        None where the widths or the processor do not fit."""
+        """`grad @ matrix`, float32 [T, I] from grad [T, O]. The transpose is made piece by piece, and takes 1 MB
+        for each thread. None where the widths do not fit, or the processor has no AMX."""
         outputs, inputs = panels.shape
-        if not self._turns_pieces or panels.dtype != torch.bfloat16 or outputs % (2 * LANES):
+        if not self._has_amx or panels.dtype != torch.bfloat16 or outputs % (2 * LANES):
             return None
+        grad = grad if grad.dtype == torch.bfloat16 else grad.float()
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()  # rows may be apart, as those of logits are
         out = torch.empty(len(grad), inputs)
         self._library.gradient_halves(
             inputs // LANES,
             len(grad) * panels.numel(),
-            grad=grad.float().contiguous(),
+            grad=grad.data_ptr(),
+            layout=RowLayout.HALVES if grad.dtype == torch.bfloat16 else RowLayout.FLOATS,
+            stride=grad.stride(0),
             packed=panels,
             rows=len(grad),
             inputs=inputs,
@@ -230,8 +234,8 @@ class SmallPanelMatrix(PanelMatrix):
 
 
 class PanelUnembedding(PanelMatrix):
-    """A large matrix whose tensor stays beside the panels, because it may be the embedding too; gradients use the
-    tensor."""
+    """A large matrix whose tensor stays beside the panels, because it may be the embedding too. Gradients use the
+    tensor where `NativeProducts.gradient` gives none."""
 
     def __init__(self, products: NativeProducts, panels: Tensor, weight: Tensor) -> None:
         super().__init__(products, panels)
@@ -248,9 +252,10 @@ class PanelUnembedding(PanelMatrix):
 
 
 def even_block_rows(rows: int, most: int) -> int:
-    """The rows of blocks, at most `most`: as even as they can be, and as many blocks for each of torch's threads."""
+    """The rows of blocks, at most `most`: as even as they can be, and as many blocks for each of torch's threads,
+    unless they were very small."""
     threads = torch.get_num_threads()
-    blocks = -(-rows // (most * threads)) * threads
+    blocks = max(-(-rows // (most * threads)), 1) * threads
     return max(-(-rows // blocks), _FEWEST_BLOCK_ROWS)
 
 

@@ -92,7 +92,7 @@ typedef struct {
     char *out;
     char *kept;     /* [T, 2 * whole], or missing: `wide` in bfloat16 */
     int64_t layout; /* of `out` */
-    int64_t whole; /* numbers from a row of `out` to the next one, and from a gate in `kept` to what it gates */
+    int64_t whole;  /* numbers from a row of `out` to the next one, and from a gate in `kept` to what it gates */
 } Swiglu;
 
 typedef struct {

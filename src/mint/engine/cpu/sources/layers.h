@@ -2,8 +2,8 @@
 
    Rows pass through all of a part block by block, so that what lies between two of its steps stays in the second cache.
    The steps are kernels of other files, called for one block after the other: a row's result is a function of that row
-   alone as theirs are. The rows of a block, `block_rows`, are a multiple of BLOCK in loras.c, and in lora_amx.h or
-   lora_vectors.h, or the sums of loras' gradients had another order. */
+   alone as theirs are. In a backward the rows of a block, `block_rows`, are a multiple of BLOCK in loras.c, and in
+   lora_amx.h or lora_vectors.h, or the sums of loras' gradients had another order. */
 
 #ifndef MINT_LAYERS
 #define MINT_LAYERS

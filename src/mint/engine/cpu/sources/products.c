@@ -230,8 +230,9 @@ int product_halves(const Product *in, int64_t first, int64_t last) {
 #endif
 
 typedef struct {
-    const float *grad;     /* [T, O] */
-    const int32_t *packed; /* panels of a bfloat16 matrix [O, I] */
+    const char *grad; /* [T, O], in floats or bfloat16, as `layout` says, and */
+    int64_t layout, stride; /* so many numbers from a row to the next one */
+    const int32_t *packed;  /* panels of a bfloat16 matrix [O, I] */
     int64_t rows, inputs, outputs;
     float *out; /* [T, I] */
 } MatrixGradient;
@@ -251,7 +252,7 @@ static void turn_piece(const MatrixGradient *in, int64_t first, int64_t words, i
 }
 
 /* out = grad times the matrix, for inputs 16 * first to 16 * last; O is a multiple of 32. The transpose of the matrix is
-   made piece by piece, so that it takes no memory. */
+   made piece by piece: it takes 1 MB for each thread. */
 int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) {
     const int64_t inputs = in->inputs, outputs = in->outputs;
     const int64_t most = in->rows < AMX_MOST_ROWS ? in->rows : AMX_MOST_ROWS;
@@ -262,8 +263,9 @@ int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) {
         rows = in->rows - start < most ? in->rows - start : most;
         for (int64_t o = 0, words; o < outputs; o += 2 * words) {
             words = (outputs - o) / 2 < AMX_WORDS ? (outputs - o) / 2 : AMX_WORDS;
-            for (int64_t r = 0; r < rows; r++)
-                round_to_tiles(in->grad + (start + r) * outputs + o, words, r, tiles);
+            for (int64_t r = 0, at = start * in->stride + o; r < rows; r++, at += in->stride)
+                if (in->layout == HALVES) copy_to_tiles((const int32_t *)(in->grad + 2 * at), words, r, tiles);
+                else round_to_tiles((const float *)in->grad + at, words, r, tiles);
             for (int64_t p = first, count; p < last; p += count) {
                 count = last - p < AMX_PANELS ? last - p : AMX_PANELS;
                 turn_piece(in, o, words, p, count, turned);
@@ -281,7 +283,7 @@ int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) {
 int gradient_halves(const MatrixGradient *in, int64_t first, int64_t last) { return 1; }
 #endif
 
-/* As `Product`, with the kernel of the product; rows are taken in blocks of `block_rows`. */
+/* As `Product`, with the kernel of the product; rows are taken in blocks of `block_rows`, and do not lie in tiles. */
 typedef struct {
     Kernel *product;
     const float *x;
