@@ -21,8 +21,8 @@ INLINE void end_products(void) { end_amx(); }
 /* Words that `squeeze_rows` needs where a is not in panels. */
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
-/* `ranks` ranks, 16 or fewer, for one row x [words], of which word i, a multiple of 16, lies at `i * apart`: a register holds
-   the rows of a, another one x as a column. */
+/* `ranks` ranks, 16 or fewer, for one row x [words], of which word i, a multiple of 16, lies at `i * apart`: a register
+   holds the rows of a, another one x as a column. */
 INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64_t ranks, int64_t words, float *found) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
