@@ -56,6 +56,7 @@ class NativeKernels:
         native = NativeBuild(build) if isinstance(build, Path) else build
         places = native.libraries()
         self.instructions = native.instructions.name
+        self.has_amx = self.instructions == "avx512-amx"
         self.digest = native.digest
         """With the set of instructions it decides their bits: see `NativeBuild.digest`."""
         libraries = {source: _load(place) for source, place in places.items()}

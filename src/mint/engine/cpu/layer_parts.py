@@ -108,7 +108,7 @@ class TrainedProduct:
         """How rows lie that kernels write for it in a forward."""
         if not self.takes_rounded_rows(loras):
             return RowLayout.FLOATS
-        return RowLayout.TILES if kernels.instructions == "avx512-amx" else RowLayout.HALVES
+        return RowLayout.TILES if kernels.has_amx else RowLayout.HALVES
 
     def empty_down(self, rows: int) -> Tensor | None:
         """For what the first matrix of a lora beside the product makes of so many rows, [T, ranks]: a backward needs
@@ -371,7 +371,7 @@ class NativeMlp:
 
 
 def _most_block_rows(kernels: NativeKernels) -> int:
-    return MOST_BLOCK_ROWS if kernels.instructions == "avx512-amx" else _BLOCK_ROWS
+    return MOST_BLOCK_ROWS if kernels.has_amx else _BLOCK_ROWS
 
 
 def _address(x: Tensor | None) -> int | None:

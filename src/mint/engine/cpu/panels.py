@@ -32,7 +32,7 @@ class NativeProducts:
         self._empty_matrix = kernels.empty_matrix
         self.empty_rows = kernels.empty_rows
         self.product_by_rows = self._library.product_by_rows
-        self._has_amx = kernels.instructions == "avx512-amx"
+        self._has_amx = kernels.has_amx
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""

@@ -35,7 +35,7 @@ static int run_piece(const MlpForward *in, int64_t start, int64_t rows, int64_t 
     Product gate = {normed, gates, rows, hidden, 2 * apart, 0, wide, layout, ups};
     Product up = {normed, ups, rows, hidden, 2 * apart, 0, wide + apart, layout, next};
     Swiglu swiglu = {wide, size, 0, between, in->half ? in->wide + (start * 2 * inner + first) * 2 : 0, layout, inner};
-    swiglu.out += 2 * tile_place(0, first, inner); /* several pieces are in tiles */
+    swiglu.out += 2 * tile_place(0, first, inner); /* rows in several pieces lie in tiles */
     int code = in->product(&gate, 0, size / PANEL);
     if (!code) code = in->product(&up, 0, size / PANEL);
     if (!code && size == inner)

@@ -25,7 +25,7 @@ int run_operations(const Operation *operations, int64_t count, int64_t threads) 
 #pragma omp parallel num_threads(threads) reduction(max : worst) if (threads > 1)
     for (int64_t i = 0; i < count; i++) {
         const Operation *own = operations + i;
-        const int64_t shares = own->split == ONE_THREAD || threads == 1 ? 1 : threads;
+        const int64_t shares = own->split == ONE_THREAD ? 1 : threads;
         if (own->split == ONE_BY_ONE && threads > 1) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t part = 0; part < own->count; part++) {
