@@ -22,7 +22,7 @@ from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.instruction_sets import sets_of_processor
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.quantized.number_formats import Quantization, quantize
 
@@ -56,7 +56,7 @@ def operations_of(name: str) -> dict[str, Run]:
     lora = SiteWeights(torch.randn(RANK, INPUTS), (torch.randn(OUTPUTS, RANK),))
     for rows in (1, 8, ROWS):
         own = torch.zeros(rows, OUTPUTS), torch.randn(rows, INPUTS)
-        found[f"lora, {rows} rows"] = partial(operations.add_lora, *own, lora, 1.0)
+        found[f"lora, {rows} rows"] = partial(operations.add_loras, *own, [SiteLora(slice(0, rows), lora, 1.0)])
     wide, narrow = torch.randn(ROWS, OUTPUTS), torch.randn(ROWS, INPUTS)
     found["lora's gradient"] = partial(operations.lora_gradient, wide, narrow, lora, 1.0, torch.zeros(ROWS, INPUTS))
     pages, table = torch.randn(2, 9, 4, 64, 64), np.tile(np.arange(8), (8, 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.kernels import MIN_HUGE_LORA_BYTES, NativeKernels
 from mint.engine.memory.machine_memory import BLOCK_BYTES, HUGE_PAGE_BYTES, MIN_PART_BYTES, HugePages
 
 
@@ -51,6 +51,20 @@ def test_small_parts_and_more_than_there_is_are_not_had() -> None:
     assert memory.take(MIN_PART_BYTES - 1) is None
     assert memory.take(1 << 50) is None
     assert memory.take(MIN_PART_BYTES) is not None
+
+
+def test_a_published_lora_has_its_own_pages_which_are_freed_with_it(native_folder: Path) -> None:
+    kernels = NativeKernels(native_folder)
+    size = MIN_HUGE_LORA_BYTES // 2
+    small, large = kernels.empty_lora(size - 1, torch.bfloat16), kernels.empty_lora(size, torch.bfloat16)
+    assert (len(small), len(large)) == (size - 1, size)
+    small.fill_(1), large.fill_(2)
+    assert (small == 1).all() and (large == 2).all()
+    address = large.data_ptr()
+    assert address % HUGE_PAGE_BYTES == 0
+    del large
+    gc.collect()
+    assert not _is_mapped(address)
 
 
 def _address(part: memoryview) -> int:

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from mint.engine.cpu import operations
 from mint.engine.cpu.operations import CpuOperations
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 from mint.engine.model import lora_linear
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
@@ -51,7 +51,7 @@ def test_product_and_gradient_equal_the_formula_in_float64(parts: tuple[int, ...
     if merged:
         product = MergedLinear(cpu, cpu.matrix((weight.double() + delta.detach()).float()), lora, scale)
     else:
-        product = SeparateLinear(cpu, cpu.matrix(weight), [(slice(0, 33), lora, scale)])
+        product = SeparateLinear(cpu, cpu.matrix(weight), [SiteLora(slice(0, 33), lora, scale)])
     np.testing.assert_allclose(product.product(x, residual).numpy(), out.detach().numpy(), rtol=1e-4, atol=1e-4)
     grad_x, grads = product.gradient(grad, x)
     assert grad_x is not None

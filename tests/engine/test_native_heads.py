@@ -16,7 +16,7 @@ from torch import Tensor
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 from mint.engine.model.layer_parts import ForwardContext, GatedOrder, HeadsInTurn
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
@@ -98,7 +98,7 @@ def _linear(operations: NativeOperations, rank: int, kind: str, rows: int, gener
     )
     if kind == "merged":
         return MergedLinear(operations, matrix, lora, 2.0)
-    return SeparateLinear(operations, matrix, [(slice(0, rows), lora, 2.0)])
+    return SeparateLinear(operations, matrix, [SiteLora(slice(0, rows), lora, 2.0)])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

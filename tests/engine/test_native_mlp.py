@@ -14,7 +14,7 @@ from torch import Tensor
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 from mint.engine.model.layer_parts import ForwardContext, GatedOrder, MlpInParts
 from mint.engine.model.linear import Linear
 from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
@@ -68,7 +68,7 @@ def _linear(
     )
     matrix = operations.matrix(weight)
     if beside:
-        return SeparateLinear(operations, matrix, [(slice(0, rows), lora, 2.0)]), weight, [lora]
+        return SeparateLinear(operations, matrix, [SiteLora(slice(0, rows), lora, 2.0)]), weight, [lora]
     return MergedLinear(operations, matrix, lora, 2.0), weight, [lora]
 
 

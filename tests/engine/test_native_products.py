@@ -12,7 +12,7 @@ from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.loras import NativeLoras, groups_of
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, even_block_rows
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -31,6 +31,11 @@ COMPANIES = [*((7, count) for count in range(1, 21)), (0, 1), (130, 1), (60, 63)
 def loras(native_folder: Path, request: pytest.FixtureRequest) -> NativeLoras:
     """For a base in either dtype."""
     return NativeLoras(NativeKernels(native_folder), request.param)
+
+
+def _add(loras: NativeLoras, out: torch.Tensor, x: torch.Tensor, lora: SiteWeights, scale: float) -> None:
+    """One lora for all rows."""
+    loras.add(out, x, [SiteLora(slice(0, len(x)), lora, scale)])
 
 
 def _packed(products: NativeProducts, weight: torch.Tensor) -> PanelMatrix:
@@ -174,7 +179,7 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         pytest.skip("this processor has no vectors of 16 numbers")
     x, before = torch.randn(131, inputs, generator=generator), torch.randn(131, sum(outputs), generator=generator)
     whole = before.clone()
-    loras.add(whole, x, lora, 0.75)
+    _add(loras, whole, x, lora, 0.75)
     down = (x.double() @ a.double().t()).split(rank, dim=1)
     parts = [own @ b.double().t() for own, b in zip(down, bs, strict=True)]
     exact = before + 0.75 * torch.cat(parts, dim=1)
@@ -193,7 +198,7 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         (0, 100),
     ):
         own = before[start : start + count].clone()
-        loras.add(own, x[start : start + count], lora, 0.75)
+        _add(loras, own, x[start : start + count], lora, 0.75)
         assert torch.equal(own, whole[start : start + count]), f"{count} rows from {start}"
 
 
@@ -257,7 +262,7 @@ def test_a_lora_of_whole_numbers_is_computed_exactly(
     exact.backward(grad.double())
     assert max(float(own.detach().abs().max()) for own in down) < 256
     out, grad_x = torch.ones(rows, sum(outputs)), torch.ones(rows, inputs)
-    loras.add(out, x, lora, 1.0)
+    _add(loras, out, x, lora, 1.0)
     found = [*loras.gradient(grad, x, lora, 1.0, grad_x), grad_x - 1]
     assert torch.equal(out.double() - 1, exact.detach())
     for ours, leaf in zip(found, [*leaves[1:], leaves[0]], strict=True):
@@ -287,7 +292,7 @@ def test_a_lora_takes_rows_in_bfloat16(loras: NativeLoras, inputs: int) -> None:
     found = []
     for rows in (x, x.float()):
         out, grad_x = torch.ones(131, 48), torch.ones(131, inputs)
-        loras.add(out, rows, lora, 0.5)
+        _add(loras, out, rows, lora, 0.5)
         found.append([out, *loras.gradient(grad, rows, lora, 0.5, grad_x), grad_x])
     assert all(map(torch.equal, *found))
 
@@ -304,9 +309,40 @@ def test_a_lora_that_is_rounded_already_adds_the_same_bits(loras: NativeLoras, i
         x, found = torch.randn(rows, inputs), []
         for lora in (whole, rounded):
             out = torch.ones(rows, 576)
-            loras.add(out, x, lora, 0.75)
+            _add(loras, out, x, lora, 0.75)
             found.append(out)
         assert torch.equal(*found), f"{rows} rows"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("counts", [[1] * 64, [32, 1, 8, 7, 300], [3]])
+def test_several_loras_add_to_their_own_rows_what_each_adds_alone(
+    loras: NativeLoras, counts: list[int], threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(counts))
+    inputs, outputs, stop = 1024, (64, 528), 2
+    found = []
+    for index, count in enumerate(counts):
+        rank = (16, 5, 8, 32)[index % 4]
+        drawn = [torch.randn(2 * rank, inputs, generator=generator)]
+        drawn += [torch.randn(size, rank, generator=generator) for size in outputs]
+        if loras.rounds and index % 3:
+            drawn = [matrix.bfloat16() for matrix in drawn]
+        start, stop = stop, stop + count
+        found.append(SiteLora(slice(start, stop), SiteWeights(drawn[0], tuple(drawn[1:])), 0.5 + index))
+        stop += index % 2  # a row without a lora
+    if not loras.fits(found[0].weights):
+        pytest.skip("this processor has no vectors of 16 numbers")
+    x = torch.randn(stop + 3, inputs, generator=generator)
+    out = torch.randn(len(x), sum(outputs), generator=generator)
+    alone = out.clone()
+    for rows, weights, scale in found:
+        _add(loras, alone[rows], x[rows], weights, scale)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    loras.add(out, x, found)
+    torch.set_num_threads(before)
+    assert torch.equal(out, alone)
 
 
 def _assert_near(

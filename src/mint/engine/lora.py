@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +52,14 @@ class SiteWeights:
             parts.append((slice(index * rank, (index + 1) * rank), slice(start, start + b.shape[0]), b))
             start += b.shape[0]
         return parts
+
+
+class SiteLora(NamedTuple):
+    """A lora at one site, and the rows of a batch that it is for."""
+
+    rows: slice
+    weights: SiteWeights
+    scale: float
 
 
 def parameter_count(sites: Sequence[Site], rank: int) -> int:

@@ -29,6 +29,9 @@ HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
 LANES = 16
 """Widths are multiples of this."""
 
+MIN_HUGE_LORA_BYTES = 8 << 20
+"""A smaller lora is not put on huge pages, of which it could leave more than a fifth unused."""
+
 SERIAL_WORK = 1 << 14
 """Less work than this (elements, or pairs of a query and a key) is not worth several threads."""
 
@@ -78,6 +81,12 @@ class NativeKernels:
         if memory is None:
             return torch.empty(rows, width)
         return torch.frombuffer(memory, dtype=torch.float32).view(rows, width)
+
+    def empty_lora(self, size: int, dtype: torch.dtype) -> Tensor:
+        """The weights [size] of a published lora, which are not set yet; large ones lie on huge pages. Each token reads
+        all of them, and on pages of 4 KB the processor fetches less ahead."""
+        memory = huge_block(size * dtype.itemsize, MIN_HUGE_LORA_BYTES)
+        return torch.empty(size, dtype=dtype) if memory is None else torch.frombuffer(memory, dtype=dtype)
 
 
 def _load(library: Path) -> ctypes.CDLL:

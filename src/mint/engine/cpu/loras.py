@@ -15,10 +15,23 @@ from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels, RowLayout
 from mint.engine.cpu.threads import Int64, NotCompiledError, Split
-from mint.engine.lora import SiteWeights
+from mint.engine.lora import SiteLora, SiteWeights
 
 _GROUP_ROWS, _MOST_GROUPS = 192, 8
 """A lora's gradient is computed by threads in groups of at least so many rows, each with its own partial sums."""
+
+
+class _LoraOfRows(ctypes.Structure):
+    """`LoraOfRows` in loras.c: a lora, and the rows that it is for."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("start", Int64),
+        ("stop", Int64),
+        ("rank", Int64),
+        ("scale", ctypes.c_double),
+        ("rounded", Int64),
+    )
 
 
 class NativeLoras:
@@ -32,6 +45,7 @@ class NativeLoras:
         """Whether factors are rounded to bfloat16."""
         self.add_kernel = halves.add_lora_halves if self.rounds else floats.add_lora
         self.gradient_kernel = halves.lora_gradient_halves if self.rounds else floats.lora_gradient
+        self._add_loras = floats.add_loras
         self._sum_groups = floats.sum_groups
         self._compiled = _is_compiled(self.add_kernel)
 
@@ -39,30 +53,35 @@ class NativeLoras:
         """Whether the functions are compiled for such widths and this processor."""
         return self._compiled and math.gcd(LANES, lora.a.shape[1], *map(len, lora.bs)) == LANES
 
-    def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I] of float32 or bfloat16. The matrices are
-        float32, or, if factors are rounded, bfloat16 with the same result."""
+    def add(self, out: Tensor, x: Tensor, loras: Sequence[SiteLora]) -> None:
+        """Adds `scale · x @ a.T @ b.T` of each lora to its own rows of `out` [T, O] in place, from x [T, I] of float32
+        or bfloat16. The matrices are float32, or, if factors are rounded, bfloat16 with the same result."""
         (count, inputs) = x.shape
         outputs = out.shape[1]
-        rank = lora.bs[0].shape[1]
-        places, widths = places_of(lora.bs)
-        self.add_kernel(
+        described = (_LoraOfRows * len(loras))()
+        places: list[int] = []
+        work = 0
+        for own, (rows, lora, scale) in zip(described, loras, strict=True):
+            rank = lora.bs[0].shape[1]
+            own.a, own.start, own.stop, own.rank = lora.a.data_ptr(), rows.start, rows.stop, rank
+            own.scale, own.rounded = scale, lora.a.dtype == torch.bfloat16
+            places += [b.data_ptr() for b in lora.bs]
+            work += (rows.stop - rows.start) * (inputs * len(lora.a) + outputs * rank)
+        _, first, _ = loras[0]
+        self._add_loras(
             count,
-            count * (inputs * len(lora.a) + outputs * rank),
+            work,
+            add_lora=self.add_kernel.address,
+            loras=described,
+            bs=(ctypes.c_void_p * len(places))(*places),
+            widths=(Int64 * len(first.bs))(*map(len, first.bs)),
+            count=len(loras),
+            parts=len(first.bs),
             x=x,
-            a=lora.a,
-            bs=places,
-            widths=widths,
-            parts=len(lora.bs),
-            rank=rank,
             inputs=inputs,
             outputs=outputs,
-            scale=scale,
-            out=out,
-            down=None,
             layout=RowLayout.HALVES if x.dtype == torch.bfloat16 else RowLayout.FLOATS,
-            rounded=lora.a.dtype == torch.bfloat16,
-            given=False,
+            out=out,
         )
 
     def gradient(
@@ -162,6 +181,7 @@ def _is_compiled(kernel: Kernel) -> bool:
             layout=RowLayout.FLOATS,
             rounded=False,
             given=False,
+            next=None,
         )
     except NotCompiledError:
         return False

@@ -20,7 +20,7 @@ from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding, cpu_unembedding_copy_bytes
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
-from mint.engine.lora import LoraWeights, SiteWeights
+from mint.engine.lora import LoraWeights, SiteLora, SiteWeights
 from mint.engine.memory.machine_memory import hand_back_freed_memory
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
@@ -166,7 +166,8 @@ class NativeOperations(CpuOperations):
     def published_lora(self, lora: LoraWeights) -> LoraWeights:
         """In bfloat16 if its factors are rounded to it anyway: half the memory to hold, and to read for each token."""
         if self._loras.rounds and all(map(self.fits_lora, lora.sites.values())):
-            return LoraWeights(lora.layout, lora.flat.bfloat16())
+            flat = self.kernels.empty_lora(lora.layout.size, torch.bfloat16)
+            return LoraWeights(lora.layout, flat.copy_(lora.flat))
         return lora
 
     @override
@@ -174,11 +175,11 @@ class NativeOperations(CpuOperations):
         return self.quantized_matrix(weight)
 
     @override
-    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        if self._loras.fits(lora):
-            self._loras.add(out, x.contiguous(), lora, scale)
+    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[SiteLora]) -> None:
+        if all(self._loras.fits(own.weights) for own in loras):
+            self._loras.add(out, x.contiguous(), loras)
         else:
-            super().add_lora(out, x, lora, scale)
+            super().add_loras(out, x, loras)
 
     @override
     def lora_gradient(

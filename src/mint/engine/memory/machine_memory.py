@@ -60,13 +60,13 @@ class HugePages:
         return own
 
 
-def huge_block(size: int) -> memoryview | None:
-    """`size` bytes of undefined content on pages of 2 MB, which live as long as the view; None for less than glibc
-    returns to the system at once, or where no block can be had.
+def huge_block(size: int, least: int = RETAINED_BYTES[_MMAP_THRESHOLD]) -> memoryview | None:
+    """`size` bytes of undefined content on pages of 2 MB, which live as long as the view; None for less than `least`,
+    by default what glibc returns to the system at once, or where no block can be had.
 
     For the logits of a chunk, say: on pages of 4 KB their first writes take as long as their product.
     """
-    if size < RETAINED_BYTES[_MMAP_THRESHOLD] or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < least or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
         return _map_block(size)[:size]

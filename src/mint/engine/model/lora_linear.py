@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights
+from mint.engine.lora import LoraRows, LoraWeights, Site, SiteLora, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import Linear, Matrix, min_rows
@@ -38,8 +38,8 @@ class SeparateLinear:
 
     operations: Operations
     matrix: Matrix
-    loras: Sequence[tuple[slice, SiteWeights, float]]
-    """Rows, matrices and scale of each lora that trains this site."""
+    loras: Sequence[SiteLora]
+    """Those that train this site, in the order of their rows."""
 
     @property
     def outputs(self) -> int:
@@ -54,8 +54,8 @@ class SeparateLinear:
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = self.matrix.product(x, residual)
-        for rows, lora, scale in self.loras:
-            self.operations.add_lora(out[rows], x[rows], lora, scale)
+        if self.loras:
+            self.operations.add_loras(out, x, self.loras)
         return out
 
     def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
@@ -129,7 +129,7 @@ class SeparateLoras:
         for rows in loras:
             lora = rows.site(site)
             if rows.weights is not None and lora is not None:
-                found.append((slice(rows.start, rows.stop), lora, rows.weights.scale))
+                found.append(SiteLora(slice(rows.start, rows.stop), lora, rows.weights.scale))
         return SeparateLinear(self.operations, matrix, found)
 
     def multiply(self, x: Tensor, matrix: Matrix, site: str, loras: Sequence[LoraRows]) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
+from mint.engine.lora import LoraRows, LoraWeights, SiteLora, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import Linear, LoraLinears, Matrix
@@ -144,13 +144,13 @@ class Operations(Protocol):
         ...
 
     def published_lora(self, lora: LoraWeights) -> LoraWeights:
-        """The weights from which `add_lora` computes the same bits, in as little memory as it can read; they are never
+        """The weights from which `add_loras` computes the same bits, in as little memory as it can read; they are never
         trained."""
         ...
 
-    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place: a row gets the same bits whatever other rows are in
-        the batch.
+    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[SiteLora]) -> None:
+        """Adds `scale · x @ a.T @ b.T` of each lora to its own rows of `out` [T, O] in place: a row gets the same bits
+        whatever other rows and loras are in the batch.
 
         The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
         """

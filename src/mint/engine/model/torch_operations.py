@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.lora import LoraWeights, SiteWeights
+from mint.engine.lora import LoraWeights, SiteLora, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import PackedDeltaRule, StatesOfLayers
 from mint.engine.model.functions import (
@@ -99,7 +99,12 @@ class TorchOperations:
     def published_lora(self, lora: LoraWeights) -> LoraWeights:
         return lora
 
+    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[SiteLora]) -> None:
+        for rows, lora, scale in loras:
+            self.add_lora(out[rows], x[rows], lora, scale)
+
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        """`add_loras` for one lora that all rows have."""
         least = min_rows()
         target, x = pad_rows(out, least), pad_rows(x.float(), least)
         down = x @ lora.a.t()

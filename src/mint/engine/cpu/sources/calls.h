@@ -49,6 +49,7 @@ typedef struct {
     int64_t layout;  /* of x */
     int64_t rounded; /* whether a and the bs are, which only `add_lora_halves` takes */
     int64_t given;   /* whether `down` is there already; x and a may then be missing */
+    const char *next; /* the matrices that will be wanted after these, or missing */
 } AddLora;
 
 typedef struct {

@@ -22,12 +22,14 @@ INLINE void end_products(void) { end_amx(); }
 INLINE int64_t ranks_room(int64_t words) { return PANEL * words; }
 
 /* `ranks` ranks, 16 or fewer, for one row x [words], of which word i, a multiple of 16, lies at `i * apart`: a register
-   holds the rows of a, another one x as a column. */
-INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64_t ranks, int64_t words, float *found) {
+   holds the rows of a, another one x as a column. As many bytes as are read of a are fetched of what is wanted next. */
+INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64_t ranks, int64_t words, float *found,
+                        const char **next) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     _tile_zero(0);
     for (int64_t i = 0; i < words; i += LANES) {
         for (int64_t k = 0; k < ranks; k++) __builtin_prefetch(a + k * words + i + AHEAD / 4 * LANES, 0, 3);
+        fetch(next, 4 * LANES * ranks);
         _tile_loadd(4, a + i, 4 * words);
         _tile_loadd(6, x + i * apart, 4);
         _tile_dpbf16ps(0, 4, 6);
@@ -38,8 +40,9 @@ INLINE void squeeze_row(const int32_t *x, int64_t apart, const int32_t *a, int64
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], in the order in which panels are summed. x may lie in
    tiles. */
 static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, int64_t ranks,
-                        int64_t inputs, float scale, float *down, int32_t *room) {
+                        int64_t inputs, float scale, float *down, int32_t *room, const char **next) {
     const int64_t words = words_of(inputs);
+    const char *nothing = 0;
     const int as_it_lies = half && inputs == 2 * words;
     for (int64_t j = 0, own; j < ranks; j += own) {
         own = ranks - j < LANES ? ranks - j : LANES;
@@ -52,7 +55,7 @@ static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const flo
         for (int64_t r = 0; r < rows; r++) {
             float found[LANES];
             const int32_t *row = x + (tiled ? tile_place(r, 0, 2 * words) / 2 : r * words);
-            squeeze_row(row, tiled ? TILE_HEIGHT : 1, matrix, own, words, found);
+            squeeze_row(row, tiled ? TILE_HEIGHT : 1, matrix, own, words, found, r ? &nothing : next);
             put_first(down + r * ranks + j, scaled(loaded(found), same(scale)), own);
         }
     }
@@ -60,10 +63,10 @@ static void squeeze_few(int64_t rows, const int32_t *x, int64_t tiled, const flo
 
 /* The same by the panels of a, if they are there. */
 static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, const int32_t *panels,
-                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
+                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room, const char **next) {
     const int64_t words = words_of(inputs);
     if (!panels) {
-        squeeze_few(rows, x, tiled, a, half, ranks, inputs, scale, down, room);
+        squeeze_few(rows, x, tiled, a, half, ranks, inputs, scale, down, room, next);
         return;
     }
     float found[AMX_ROWS * 2 * LANES] __attribute__((aligned(64)));
@@ -86,7 +89,7 @@ static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const fl
 /* out [rows, size] += factors [rows, words] times b [size, words], in the order in which panels are summed: a register holds
    the rows of 16 outputs, another one the factors of a row as a column. */
 static void widen_few(int64_t rows, const int32_t *factors, int64_t stride, const int32_t *b, int64_t words, float *out,
-                      int64_t outputs, int64_t size) {
+                      int64_t outputs, int64_t size, const char **next) {
     const int64_t whole = words / LANES * LANES, rest = words - whole, last = rest ? rest : LANES;
     const AmxShapes shapes = {.palette = 1,
                               .row_bytes = {[0] = 4, [4] = 4 * LANES, [5] = 4 * last, [6] = 4, [7] = 4},
@@ -98,6 +101,7 @@ static void widen_few(int64_t rows, const int32_t *factors, int64_t stride, cons
         for (int64_t o = 0; o < size; o += LANES) {
             const int32_t *own = b + o * words;
             for (int64_t i = 0; r == 0 && i < words; i++) __builtin_prefetch(own + (AHEAD + i) * LANES, 0, 3);
+            if (r == 0) fetch(next, 4 * LANES * words);
             _tile_loadd(0, out + o, 4);
             for (int64_t i = 0; i < whole; i += LANES) {
                 _tile_loadd(4, own + i, 4 * words);
@@ -115,13 +119,14 @@ static void widen_few(int64_t rows, const int32_t *factors, int64_t stride, cons
 
 /* out [rows, size] += factors [rows, pairs] times rows `first` to `first + size` of b [O, rank]. */
 static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const float *b, int64_t half, int64_t rank,
-                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs) {
+                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs, const char **next) {
     const int64_t pairs = pairs_of(rank);
     if (half && rank % 2 == 0 && rows < LEAST_PANEL_ROWS) {
-        widen_few(rows, factors, stride, (const int32_t *)b + first * pairs, pairs, out, outputs, size);
+        widen_few(rows, factors, stride, (const int32_t *)b + first * pairs, pairs, out, outputs, size,
+                  next);
         return;
     }
-    turn_outputs(b, half, rank, first, size, columns);
+    turn_outputs(b, half, rank, first, size, columns, next);
     AmxProduct own = {factors, stride, columns, pairs * LANES, pairs, out, outputs, 1};
     multiply_amx(&own, rows, 0, size / LANES);
 }

@@ -44,7 +44,8 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
     int32_t *panels = has_panels ? room + panels_at : 0, *factors = room + factors_at;
     int32_t *columns = room + columns_at;
     float *squeezed = (float *)(room + squeezed_at);
-    if (panels && !in->given) turn_ranks(in->a, in->rounded, ranks, inputs, panels);
+    const char *next = in->next;
+    if (panels && !in->given) turn_ranks(in->a, in->rounded, ranks, inputs, panels, &next);
     for (int64_t start = first; start < last; start += CHUNK) {
         const int64_t count = last - start < CHUNK ? last - start : CHUNK;
         float *down = in->down ? in->down + start * ranks : squeezed, *out = in->out + start * outputs;
@@ -53,14 +54,15 @@ int add_lora_halves(const AddLora *in, int64_t first, int64_t last) {
         const int32_t *x = reads_x ? (const int32_t *)in->x + start * words : room + x_at;
         if (!in->given)
             squeeze_rows(count, x, in->layout == TILES, in->a, in->rounded, panels, ranks, inputs, in->scale, down,
-                         room + panels_at);
+                         room + panels_at, &next);
         for (int64_t r = 0; r < count; r++) pair_ranks(down + r * ranks, parts, rank, rank, 1, factors + r * stride);
         for (int64_t part = 0; part < parts; out += in->widths[part++])
             for (int64_t o = 0, size; o < in->widths[part]; o += size) {
                 size = in->widths[part] - o < SEGMENT ? in->widths[part] - o : SEGMENT;
                 widen_rows(count, factors + part * pairs, stride, in->bs[part], in->rounded, rank, o, size, columns, out + o,
-                           outputs);
+                           outputs, &next);
             }
+        next = 0; /* the first rows have fetched all */
     }
     end_products();
     free(room);
@@ -82,13 +84,14 @@ static void turn_pairs_of_ranks(const LoraGradient *in, const Turned *turned) {
 
 /* down_rows of `count` rows from `start` on. */
 static void find_down(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count) {
+    const char *next = 0;
     const int64_t rank = in->rank, ranks = in->parts * rank, words = words_of(in->inputs);
     const float *down = in->down ? in->down + start * ranks : turned->down;
     if (!in->down) {
         for (int64_t r = 0; r < count; r++)
             take_row(in->x, in->half, (start + r) * in->inputs, in->inputs, turned->x + r * words);
         squeeze_rows(count, turned->x, 0, in->a, 0, turned->panels, ranks, in->inputs, in->scale, turned->down,
-                     turned->ranks_room);
+                     turned->ranks_room, &next);
     }
     for (int64_t r = 0; r < count; r += 2)
         for (int64_t part = 0; part < in->parts; part++)
@@ -165,7 +168,8 @@ int lora_gradient_halves(const LoraGradient *in, int64_t first, int64_t last) {
                            .down = (float *)(room + down),
                            .grad_down = (float *)(room + grad_down)};
     if (in->grad_x) turn_pairs_of_ranks(in, &turned);
-    if (has_panels) turn_ranks(in->a, 0, parts * rank, inputs, turned.panels);
+    const char *next = 0;
+    if (has_panels) turn_ranks(in->a, 0, parts * rank, inputs, turned.panels, &next);
     for (int64_t group = first; group < last; group++) {
         float *found = in->found + group * size;
         if (in->x && !in->adds) memset(found, 0, sizeof(float) * size);

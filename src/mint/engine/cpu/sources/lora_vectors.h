@@ -97,22 +97,24 @@ INLINE void squeeze_panel(const int rows, const int32_t *x, int64_t words, const
     for (int r = 0; r < rows; r++) put_first(down + r * ranks, scaled(all[r], same(scale)), own);
 }
 
-/* `squeeze` for all ranks. */
+/* `squeeze` for all ranks. As many bytes as are read of a are fetched of what is wanted next. */
 INLINE void squeeze_few(int64_t rows, const int32_t *x, const float *a, const int half, int64_t ranks, int64_t inputs,
-                        float *down) {
+                        float *down, const char **next) {
     const int64_t words = words_of(inputs);
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
         for (int64_t j = 0; j < ranks; j += 4)
             squeeze(4, 4, x + r * words, words, a, half, j, ranks, inputs, down + r * ranks);
     for (; r < rows; r++)
-        for (int64_t j = 0; j < ranks; j += LANES)
+        for (int64_t j = 0; j < ranks; j += LANES) {
+            if (r == 0) fetch(next, (half ? 2 : 4) * LANES * inputs);
             squeeze(1, LANES, x + r * words, words, a, half, j, ranks, inputs, down + r * ranks);
+        }
 }
 
 /* down [rows, ranks] = scale * x [rows, words] times a [ranks, I], by its panels if they are there. */
 static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const float *a, int64_t half, const int32_t *panels,
-                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room) {
+                         int64_t ranks, int64_t inputs, float scale, float *down, int32_t *room, const char **next) {
     const int64_t words = words_of(inputs);
     int64_t r = 0;
     if (panels) {
@@ -127,8 +129,8 @@ static void squeeze_rows(int64_t rows, const int32_t *x, int64_t tiled, const fl
         }
         return;
     }
-    if (half) squeeze_few(rows, x, a, 1, ranks, inputs, down);
-    else squeeze_few(rows, x, a, 0, ranks, inputs, down);
+    if (half) squeeze_few(rows, x, a, 1, ranks, inputs, down, next);
+    else squeeze_few(rows, x, a, 0, ranks, inputs, down, next);
     for (int64_t i = 0, all = rows * ranks; i < all; i += LANES)
         put_first(down + i, scaled(loaded_first(down + i, all - i), same(scale)), all - i);
 }
@@ -170,9 +172,9 @@ INLINE void widen_outputs(const int rows, const int32_t *down, int64_t stride, c
 
 /* out [rows, size] += factors [rows, pairs] times rows `first` to `first + size` of b [O, rank]. */
 static void widen_rows(int64_t rows, const int32_t *factors, int64_t stride, const float *b, int64_t half, int64_t rank,
-                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs) {
+                       int64_t first, int64_t size, int32_t *columns, float *out, int64_t outputs, const char **next) {
     const int64_t pairs = pairs_of(rank);
-    turn_outputs(b, half, rank, first, size, columns);
+    turn_outputs(b, half, rank, first, size, columns, next);
     int64_t r = 0;
     for (; r + WIDENED_ROWS <= rows; r += WIDENED_ROWS)
         widen_outputs(WIDENED_ROWS, factors + r * stride, stride, columns, pairs, out + r * outputs, outputs, size);

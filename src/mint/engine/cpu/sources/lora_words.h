@@ -54,12 +54,21 @@ INLINE int64_t panels_of(int64_t ranks) { return (ranks + LANES - 1) / LANES; }
 /* The words of a row of inputs, in whole vectors. */
 INLINE int64_t words_of(int64_t inputs) { return (inputs + 2 * LANES - 1) / (2 * LANES) * LANES; }
 
-/* panels [ranks / 16, words, 16] of a [ranks, I]; places past its last row or input are zero. */
-static void turn_ranks(const float *a, int64_t half, int64_t ranks, int64_t inputs, int32_t *panels) {
+/* Fetches so many bytes of what `next` is the place of, if it is there, into the second cache. */
+INLINE void fetch(const char **next, int64_t bytes) {
+    if (!*next) return;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(*next + i, 0, 2);
+    *next += bytes;
+}
+
+/* panels [ranks / 16, words, 16] of a [ranks, I]; places past its last row or input are zero. As many bytes as are read
+   are fetched of what is wanted next. */
+static void turn_ranks(const float *a, int64_t half, int64_t ranks, int64_t inputs, int32_t *panels, const char **next) {
     const int64_t words = words_of(inputs);
     for (int64_t j = 0; j < ranks; j += LANES, panels += words * LANES)
         for (int64_t i = 0; i < inputs; i += 2 * LANES) {
             int32_t own[LANES * LANES];
+            fetch(next, (half ? 2 : 4) * 2 * LANES * LANES);
             for (int64_t k = 0; k < LANES; k++) {
                 Words found = _mm512_setzero_si512();
                 if (j + k < ranks) found = pairs_at(a, half, (j + k) * inputs + i, inputs - i);
@@ -114,24 +123,28 @@ INLINE void turn_half_blocks(const uint16_t *from, int64_t apart, int64_t furthe
 }
 
 /* From `count` rows of b [O, rank] from `first` on to columns [count / 16, pairs, 16]. Writes up to 15 vectors too many,
-   over which it writes the next outputs. */
-static void turn_outputs(const float *b, int64_t half, int64_t rank, int64_t first, int64_t count, int32_t *columns) {
+   over which it writes the next outputs. `next` as for `turn_ranks`. */
+static void turn_outputs(const float *b, int64_t half, int64_t rank, int64_t first, int64_t count, int32_t *columns,
+                         const char **next) {
     const int64_t pairs = pairs_of(rank);
     const uint16_t *halves = (const uint16_t *)b + first * rank;
     if (!half) b += first * rank;
     int64_t o = 0;
     for (; rank == LANES && o + 2 * LANES <= count; o += 2 * LANES) { /* the ranks of 32 outputs fill the words */
         int32_t *to = columns + o * LANES / 2;
+        fetch(next, (half ? 2 : 4) * 2 * LANES * LANES);
         if (half) turn_half_blocks(halves + o * LANES, LANES, LANES * LANES, LANES, LANES, to);
         else turn_blocks(b + o * LANES, LANES, LANES * LANES, LANES, LANES, to);
     }
-    for (; o < count; o += LANES)
+    for (; o < count; o += LANES) {
+        fetch(next, (half ? 2 : 4) * LANES * rank);
         for (int64_t j = 0; j < rank; j += 2 * LANES) {
             const int64_t from = o * rank + j;
             int32_t *to = columns + (o * pairs + j / 2 * LANES);
             if (half) turn_half_blocks(halves + from, rank, LANES, rank - j, rank - j - LANES, to);
             else turn_blocks(b + from, rank, LANES, rank - j, rank - j - LANES, to);
         }
+    }
 }
 
 /* What a block of rows of a gradient needs. The ranks of a part have `wide` places, a multiple of 16. Places behind

@@ -244,6 +244,40 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     return 0;
 }
 
+/* A lora whose bs follow its a in memory, and its rows. */
+typedef struct {
+    const float *a;
+    int64_t start, stop, rank;
+    double scale;
+    int64_t rounded;
+} LoraOfRows;
+
+typedef struct {
+    Kernel *add_lora;
+    const LoraOfRows *loras; /* in the order of their rows */
+    const float *const *bs;  /* of each lora as many as there are parts */
+    const int64_t *widths;
+    int64_t count, parts;
+    const float *x; /* [T, I] */
+    int64_t inputs, outputs, layout;
+    float *out; /* [T, O] */
+} AddLoras;
+
+/* `add_lora` of each lora for its own rows, of which rows `first` to `last` are computed. */
+int add_loras(const AddLoras *in, int64_t first, int64_t last) {
+    int code = 0;
+    for (int64_t i = 0; i < in->count && !code; i++) {
+        const LoraOfRows *lora = in->loras + i;
+        const int64_t start = lora->start > first ? lora->start : first, stop = lora->stop < last ? lora->stop : last;
+        if (start >= stop) continue;
+        AddLora own = {in->x, lora->a, in->bs + i * in->parts, in->widths, in->parts, lora->rank, in->inputs, in->outputs,
+                       lora->scale, in->out, 0, in->layout, lora->rounded};
+        if (i + 1 < in->count) own.next = (const char *)lora[1].a;
+        code = in->add_lora(&own, start, stop);
+    }
+    return code;
+}
+
 #define ROWS 6    /* of a tile that reads its inputs as they lie: 8 at a distance of 4 KB would fill a set of the cache */
 #define BLOCK 36  /* rows of a gradient that are done with before the next ones: they stay in the second cache */
 
