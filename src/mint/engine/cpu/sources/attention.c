@@ -7,6 +7,8 @@
    its last keys alone: nothing is computed for the others, but for a few beside them whose shares are 0. With a sink, the
    normaliser of a query has one more part, behind those of its keys.
 
+   With AMX, bfloat16 is multiplied by its registers: see attention_amx.h. Else as follows.
+
    Sums are in float32; heads are float32 or bfloat16. Queries and keys are read as words of 32 bits: a float, or two
    bfloat16 side by side.
 
@@ -16,8 +18,15 @@
 #include "lanes.h"
 #include "memory.h"
 
+#ifdef __AMX_BF16__
+#include "attention_amx.h"
+#define BY_AMX(half) (half)
+#else
+#define BY_AMX(half) 0
+#endif
+
 #define QUERIES 8     /* computed at once */
-#define MOST 32       /* that may share turned keys */
+#define MOST 32       /* that may share turned keys; by AMX, computed at once */
 #define TURNED 11     /* so many words of a key are turned in the time in which the lanes of a score are added up */
 #if LANES == 8
 #define HELD_SUMS 8 /* vectors of sums that fit into the registers, beside what is added */
@@ -179,12 +188,14 @@ static const Kernels *find_kernels(int64_t dim, int64_t half) {
    its sink, if `has_sinks`; what is mixed of its values [D]. `turned` is room for keys. */
 typedef struct {
     const Kernels *kernels;
-    int64_t dim, half, words, width;
+    int64_t dim, half, words, width, most;
     const int32_t *query[MOST];
     float *scores[MOST], sink[MOST];
     int has_sinks;
     int64_t first[MOST], keys[MOST];
     float *mixed, *turned, *memory;
+    int32_t *rows, *shares, *values; /* by AMX: the queries [.., words], their shares, and room for pairs of values */
+    int64_t share_words;             /* from the shares of a query to those of the next one */
 } Queries;
 
 static int open_queries(Queries *q, int64_t dim, int64_t half, int has_sinks, int64_t longest, int64_t most,
@@ -196,12 +207,19 @@ static int open_queries(Queries *q, int64_t dim, int64_t half, int has_sinks, in
     q->has_sinks = has_sinks;
     memset(q->sink, 0, sizeof(q->sink));
     q->words = half ? dim / 2 : dim;
+    q->most = most;
     q->width = (((longest + LANES - 1) / LANES + 2) | 1) * LANES; /* an odd number of lines: not all in one cache set */
-    q->memory = scratch(sizeof(float) * (most * (q->width + dim) + (keys + LANES - 1) / LANES * LANES * q->words));
+    const int64_t turned = (keys + LANES - 1) / LANES * LANES * q->words;
+    q->share_words = BY_AMX(half) ? ((q->width / 2 + LANES - 1) / LANES | 1) * LANES : 0;
+    const int64_t of_query = q->width + dim + (BY_AMX(half) ? q->words + q->share_words : 0);
+    q->memory = scratch(sizeof(float) * (most * of_query + turned + (BY_AMX(half) ? (keys + 64) / 2 * dim : 0)));
     if (!q->memory) return 2;
     for (int64_t p = 0; p < most; p++) q->scores[p] = q->memory + p * q->width;
     q->mixed = q->memory + most * q->width;
     q->turned = q->mixed + most * dim;
+    q->rows = (int32_t *)(q->turned + turned);
+    q->shares = q->rows + most * q->words;
+    q->values = q->shares + most * q->share_words;
     return 0;
 }
 
@@ -215,6 +233,15 @@ static int64_t lowest(const Queries *q, int64_t p, int64_t end) {
 
 /* The scores of queries `p` to `end` with `keys` turned keys; there is room for more than their own. */
 static void score_queries(Queries *q, int64_t p, int64_t end, const float *turned, int64_t keys, int64_t at) {
+#ifdef __AMX_BF16__
+    if (q->half && keys > 0) {
+        for (int64_t i = p; i < end; i++) memcpy(q->rows + i * q->words, q->query[i], sizeof(float) * q->words);
+        AmxProduct own = {q->rows + p * q->words, q->words, (const int32_t *)turned, q->words * LANES, q->words,
+                          q->scores[p] + at, q->width};
+        multiply_amx(&own, end - p, 0, (keys + LANES - 1) / LANES);
+    }
+    if (q->half) return;
+#endif
     for (int64_t size; p < end; p += size) {
         int kind = end - p >= 4 ? 2 : end - p >= 2;
         size = 1 << kind;
@@ -268,11 +295,36 @@ static void share_queries(Queries *q, int64_t count, float *inverse) {
     for (int64_t p = 0; p < count; p++)
         if (q->first[p] > low) memset(q->scores[p] + low, 0, sizeof(float) * (whole_lanes(q->first[p]) - low));
     memset(q->mixed, 0, sizeof(float) * count * q->dim);
+#ifdef __AMX_BF16__
+    int64_t most = 0;
+    for (int64_t p = 0; p < count; p++) most = q->keys[p] > most ? q->keys[p] : most;
+    for (int64_t p = 0; p < count && q->half; p++)
+        round_shares(q->scores[p], whole_chunks(low), up_to_chunk(most), q->first[p], q->keys[p],
+                     q->shares + p * q->share_words + whole_chunks(low) / 2);
+#endif
 }
+
+#ifdef __AMX_BF16__
+/* The mix of queries `p` to `end` of values [D / 16, words, 16], for keys `start` to `stop`, multiples of CHUNK; the values
+   are those of keys from `begin` on. */
+static void mix_pairs(Queries *q, int64_t p, int64_t end, const int32_t *values, int64_t words, int64_t begin, int64_t start,
+                      int64_t stop) {
+    if (start >= stop) return;
+    AmxProduct own = {q->shares + p * q->share_words + start / 2, q->share_words, values + (start - begin) / 2 * LANES,
+                      words * LANES, (stop - start) / 2, q->mixed + p * q->dim, q->dim, 1};
+    multiply_amx(&own, end - p, 0, q->dim / LANES);
+}
+#endif
 
 /* out [D] = mixed * inverse. */
 static void finish_query(const Queries *q, int64_t p, float inverse, char *out) {
     const float *mixed = q->mixed + p * q->dim;
+#ifdef __AMX_BF16__
+    if (q->half) {
+        round_mixed(mixed, q->dim, inverse, out);
+        return;
+    }
+#endif
     for (int64_t d = 0; d < q->dim; d += 2 * LANES) {
         vf first = *(const vf *)(mixed + d) * inverse, second = *(const vf *)(mixed + d + LANES) * inverse;
         if (q->half) {
@@ -302,7 +354,13 @@ static void turn_keys(const Queries *q, const char *keys, int64_t stride, int64_
 
 /* The scores of queries `p` to `end` with `count` keys; which of the ways is the shorter one decides. */
 static void score_keys(Queries *q, int64_t p, int64_t end, const char *keys, int64_t stride, int64_t count, int64_t at) {
-    if (TURNED * (end - p) <= q->words) {
+#ifdef __AMX_BF16__
+    if (q->half && end - p <= FEW) {
+        score_few(end - p, q->query + p, q->words, keys, stride * 2, count, q->scores + p, at);
+        return;
+    }
+#endif
+    if (!BY_AMX(q->half) && TURNED * (end - p) <= q->words) {
         dot_queries(q, p, end, keys, stride, count, at);
     } else {
         turn_keys(q, keys, stride, count, q->turned);
@@ -318,16 +376,29 @@ typedef struct {
     char *out;
 } AttendPacked;
 
-/* Rows r to end of a span, with kv head k; keys of the prefix are turned already. */
-static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t end, int64_t k, const float *prefix) {
+/* What `before` keys of a prefix are turned into: the keys, and, by AMX, pairs of the values of its whole chunks. */
+typedef struct {
+    float *keys;
+    int32_t *values;
+} Prefix;
+
+/* Rows r to end of a span, with kv head k; its prefix is turned already. */
+static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t end, int64_t k, const Prefix *prefix) {
     const Packed *p = in->rows;
     const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
     const int64_t before = p->prefix_count[r], own = p->own[r];
     const char *keys = in->heads + (p->query_heads + k) * q->dim * size, *values = keys + p->kv_heads * q->dim * size;
     float inverse[MOST];
-    turn_keys(q, keys + own * wide * size, wide, p->row[end - 1] - own + 1, q->turned);
-    for (int64_t start = 0; start < (end - r) * groups; start += QUERIES) {
-        int64_t count = (end - r) * groups - start < QUERIES ? (end - r) * groups - start : QUERIES;
+    const int64_t own_count = p->row[end - 1] - own + 1;
+    turn_keys(q, keys + own * wide * size, wide, own_count, q->turned);
+#ifdef __AMX_BF16__
+    const int64_t chunks_before = whole_chunks(before), own_words = up_to_chunk(before + own_count - chunks_before) / 2;
+    const Values own_values = {values + (p->prefix[r] + chunks_before) * wide * size, values + own * wide * size,
+                               before - chunks_before, own_count, wide * size};
+    if (q->half) pair_values(&own_values, q->dim, own_words, q->values);
+#endif
+    for (int64_t start = 0; start < (end - r) * groups; start += q->most) {
+        int64_t count = (end - r) * groups - start < q->most ? (end - r) * groups - start : q->most;
         for (int64_t i = 0; i < count; i++) {
             int64_t row = p->row[r + (start + i) / groups], head = k * groups + (start + i) % groups;
             q->query[i] = (const int32_t *)(in->heads + (row * wide + head * q->dim) * size);
@@ -337,12 +408,21 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
         }
         const int64_t low = lowest(q, 0, count), all = q->keys[count - 1];
         const int64_t skipped = low < before ? low : before, more = low < before ? 0 : whole_lanes(low - before);
-        score_queries(q, 0, count, prefix + whole_lanes(skipped) * q->words, before - skipped, skipped);
+        score_queries(q, 0, count, prefix->keys + whole_lanes(skipped) * q->words, before - skipped, skipped);
         score_queries(q, 0, count, q->turned + more * q->words, all - before - more, before + more);
         share_queries(q, count, inverse);
+#ifdef __AMX_BF16__
+        const int64_t begin = whole_chunks(low), later = begin < chunks_before ? chunks_before : begin;
+        if (q->half) {
+            mix_pairs(q, 0, count, prefix->values, chunks_before / 2, 0, begin, chunks_before);
+            mix_pairs(q, 0, count, q->values, own_words, chunks_before, later, up_to_chunk(all));
+        }
+#endif
         const int64_t hidden = low < before ? 0 : low - before;
-        mix_queries(q, 0, count, values + (p->prefix[r] + skipped) * wide * size, wide, before - skipped, skipped);
-        mix_visible(q, 0, count, values + (own + hidden) * wide * size, wide, all - before - hidden, before + hidden);
+        if (!BY_AMX(q->half)) {
+            mix_queries(q, 0, count, values + (p->prefix[r] + skipped) * wide * size, wide, before - skipped, skipped);
+            mix_visible(q, 0, count, values + (own + hidden) * wide * size, wide, all - before - hidden, before + hidden);
+        }
         for (int64_t i = 0; i < count; i++) {
             int64_t row = r + (start + i) / groups, head = k * groups + (start + i) % groups;
             finish_query(q, i, inverse[i], in->out + (row * p->query_heads + head) * q->dim * size);
@@ -350,15 +430,20 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
     }
 }
 
+static int64_t queries_at_once(const AttendPacked *in) {
+    const int64_t cached = CACHED_SCORES / (in->rows->longest + LANES);
+    return !BY_AMX(in->half) || cached < QUERIES ? QUERIES : cached < MOST ? cached : MOST;
+}
+
 /* out [rows, K*G*D] of heads [T, H, D], for rows `first` to `last`. */
 int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
     const Packed *p = in->rows;
     const int64_t size = in->half ? 2 : 4, wide = p->total_heads * in->dim;
     Queries q;
-    int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, QUERIES, p->longest + LANES);
+    int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, queries_at_once(in), p->longest + LANES);
     if (code) return code;
-    const int64_t room = (p->longest + LANES) * q.words;
-    float *prefix = scratch(sizeof(float) * room * p->kv_heads);
+    const int64_t room = (p->longest + LANES) * q.words, values_room = BY_AMX(in->half) ? p->longest / 2 * in->dim : 0;
+    float *prefix = scratch(sizeof(float) * (room + values_room) * p->kv_heads);
     if (!prefix) {
         free(q.memory);
         return 2;
@@ -370,10 +455,18 @@ int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
             turned = r;
         for (int64_t k = 0; k < p->kv_heads; k++) {
             const char *keys = in->heads + (p->prefix[r] * wide + (p->query_heads + k) * in->dim) * size;
-            if (turned == r) turn_keys(&q, keys, wide, p->prefix_count[r], prefix + k * room);
-            attend_span(in, &q, r, end, k, prefix + k * room);
+            const Prefix own = {prefix + k * room, (int32_t *)(prefix + p->kv_heads * room) + k * values_room};
+            if (turned == r) turn_keys(&q, keys, wide, p->prefix_count[r], own.keys);
+#ifdef __AMX_BF16__
+            const Values values = {keys + p->kv_heads * in->dim * size, 0, p->prefix_count[r], 0, wide * size};
+            if (turned == r && q.half) pair_values(&values, in->dim, whole_chunks(p->prefix_count[r]) / 2, own.values);
+#endif
+            attend_span(in, &q, r, end, k, &own);
         }
     }
+#ifdef __AMX_BF16__
+    end_amx();
+#endif
     free(prefix);
     free(q.memory);
     return 0;
@@ -438,14 +531,24 @@ static void attend_rows(const AttendPages *in, Queries *q, int64_t r, int64_t st
             int64_t low = lowest(q, one, other), hidden = low > own->at ? low - own->at : 0, keys = own->keys - hidden;
             if (keys <= 0) continue;
             int64_t from = (own->page * page + place + hidden * stride) * size;
+#ifdef __AMX_BF16__
+            if (pass && q->half) {
+                const int64_t begin = whole_chunks(own->at + hidden), words = up_to_chunk(own->at + own->keys - begin) / 2;
+                const char *first = in->values + (own->page * page + place + (begin - own->at) * stride) * size;
+                const Values found = {first, 0, own->at + own->keys - begin, 0, stride * size};
+                pair_values(&found, q->dim, words, q->values);
+                mix_pairs(q, one, other, q->values, words, begin, begin, begin + 2 * words);
+                continue;
+            }
+#endif
             if (pass) {
                 mix_visible(q, one, other, in->values + from, stride, keys, own->at + hidden);
                 continue;
             }
-            if (own + 1 < shared + shared_count)
+            if (!BY_AMX(q->half) && own + 1 < shared + shared_count)
                 fetch(in->keys + (own[1].page * page + place) * size, stride * size, own[1].keys, q->words);
             score_keys(q, one, other, in->keys + from, stride, keys, own->at + hidden);
-            fetch(in->values + from, stride * size, keys, q->words);
+            if (!BY_AMX(q->half)) fetch(in->values + from, stride * size, keys, q->words);
         }
         if (!pass) share_queries(q, count, inverse);
     }
@@ -481,6 +584,9 @@ int attend_pages(const AttendPages *in, int64_t first, int64_t last) {
                 attend_rows(in, &q, r, start, stop, k, shared, count);
             }
     }
+#ifdef __AMX_BF16__
+    end_amx();
+#endif
     free(shared);
     free(q.memory);
     return 0;
