@@ -17,7 +17,7 @@
 #define QUERIES 8
 #ifdef __AMX_BF16__
 #define HAS_AMX 1
-#define PAIRED_QUERIES 16 /* the rows of a register */
+#define PAIRED_QUERIES AMX_ROWS
 #define SEEN (2 * LANES)  /* what is seen of the keys begins and ends at multiples of this: the words of a register */
 #else
 #define HAS_AMX 0
@@ -54,8 +54,8 @@ typedef struct {
 /* Of one block of Q queries: the queries and the gradients of what they attended [Q, words]; the same as rows of an outer
    product [Q, D] (paired: those of two queries side by side, [Q / 2, D]); the gradients for the queries [Q, D]; shares and
    slopes [Q, width]; and, if paired, these as factors: of two queries [Q / 2, width], of two keys [Q, width / 2]. With AMX
-   those of two queries also key by key, Q / 2 words of shares and then Q / 2 of slopes [width, Q]. And a row of zeros [D],
-   for places without a query. */
+   those of two queries also key by key, of shares [width, Q / 2] and then of slopes. And a row of zeros [D], for places
+   without a query. */
 typedef struct {
     float *queries, *grads, *outer_queries, *outer_grads, *found, *zeros, *shares, *slopes;
     float *outer_shares, *outer_slopes, *key_slopes, *outer_factors;
@@ -74,7 +74,7 @@ INLINE void times_turned(const float *rows, int64_t words, const float *turned, 
 #if HAS_AMX
     if (paired) {
         const AmxProduct own = {(const int32_t *)rows, words, (const int32_t *)turned, words * LANES, words, out, width};
-        multiply_panels(0, &own, 0, 0, count / LANES, 0, 0);
+        multiply_panels(1, &own, 0, 0, count / LANES, 0, 0);
         return;
     }
 #endif
@@ -101,7 +101,7 @@ INLINE void mix_keys(const float *factors, int64_t width, const float *keys, int
     if (paired) {
         const int32_t *panels = (const int32_t *)keys + low * LANES;
         const AmxProduct own = {(const int32_t *)factors, width, panels, width * LANES, count, out, dim};
-        multiply_panels(0, &own, 0, 0, dim / LANES, 0, 0);
+        multiply_panels(1, &own, 0, 0, dim / LANES, 0, 0);
         return;
     }
 #endif
@@ -131,7 +131,7 @@ INLINE void add_outer(const float *factors, int64_t width, const float *rows, in
                       const int queries, const int paired) {
     const int most = paired ? queries / 2 : queries;
     for (int64_t d = 0; d < dim; d += COLUMNS) {
-        vf first[QUERIES], second[QUERIES]; /* as many pairs of a block by AMX */
+        vf first[QUERIES], second[QUERIES];
 #pragma GCC unroll 8
         for (int p = 0; p < most; p++) {
             first[p] = *(const vf *)(rows + p * dim + d);
@@ -153,16 +153,7 @@ INLINE void add_outer(const float *factors, int64_t width, const float *rows, in
 #if HAS_AMX
 #define PAIRED_WORDS (PAIRED_QUERIES / 2)
 
-/* `begin_amx` for this file: registers 2, 3 and 5 are for outer products, over the pairs of a block. */
-static void begin_blocks(void) {
-    AmxShapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 4 * LANES, shapes.rows[i] = PAIRED_QUERIES;
-    shapes.row_bytes[5] = 4 * PAIRED_WORDS;
-    shapes.rows[2] = shapes.rows[3] = PAIRED_WORDS;
-    set_shapes(&shapes);
-}
-
-/* sums[j] += sum over words w of factors[j][w] * rows[w], for factors [count, Q] of which the first half is taken. */
+/* sums[j] += sum over words w of factors[j][w] * rows[w], for factors [count, Q / 2]. */
 static void add_outer_pairs(const float *factors, const float *rows, int64_t count, int64_t dim, float *sums) {
     __asm__ volatile("" : : : "memory"); /* as in amx.h */
     for (int64_t d = 0; d < dim; d += COLUMNS) {
@@ -170,7 +161,7 @@ static void add_outer_pairs(const float *factors, const float *rows, int64_t cou
         _tile_loadd(3, rows + d + LANES, 4 * dim);
         for (int64_t j = 0; j < count; j += LANES) {
             float *first = sums + j * dim + d, *second = first + LANES;
-            _tile_loadd(5, factors + j * PAIRED_QUERIES, 4 * PAIRED_QUERIES);
+            _tile_loadd(5, factors + j * PAIRED_WORDS, 4 * PAIRED_WORDS);
             _tile_loadd(0, first, 4 * dim);
             _tile_loadd(1, second, 4 * dim);
             _tile_dpbf16ps(0, 5, 2);
@@ -207,6 +198,40 @@ static void softmax_backward(float *const *shares, float *const *slopes, const i
 INLINE vf pairs(vu first, vu second) { return (vf)(first | second << 16); }
 
 /* The factors of a block from keys `low` to `padded`. */
+#if HAS_AMX
+static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t padded) {
+    const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0); /* from one after the other to side by side */
+    for (int p = 0; p < PAIRED_QUERIES; p += 2) {
+        const float *share = block->shares + p * width, *slope = block->slopes + p * width;
+        float *of_first = block->key_slopes + p * (width / 2), *of_second = of_first + width / 2;
+        float *outer_share = block->outer_shares + p / 2 * width, *outer_slope = block->outer_slopes + p / 2 * width;
+        for (int64_t j = low; j < padded; j += 2 * LANES) {
+            __m512 own[4], other[4]; /* of both queries: slopes and shares of 32 keys */
+            for (int n = 0; n < 2; n++) {
+                own[n] = _mm512_loadu_ps(slope + j + n * LANES), other[n] = _mm512_loadu_ps(slope + width + j + n * LANES);
+                own[2 + n] = _mm512_loadu_ps(share + j + n * LANES);
+                other[2 + n] = _mm512_loadu_ps(share + width + j + n * LANES);
+            }
+            _mm512_storeu_si512(of_first + j / 2, (__m512i)_mm512_cvtne2ps_pbh(own[1], own[0]));
+            _mm512_storeu_si512(of_second + j / 2, (__m512i)_mm512_cvtne2ps_pbh(other[1], other[0]));
+            for (int n = 0; n < 4; n++) {
+                __m512i both = _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(other[n], own[n]));
+                _mm512_storeu_si512((n < 2 ? outer_slope : outer_share) + j + n % 2 * LANES, both);
+            }
+        }
+    }
+    const char *shares[PAIRED_WORDS], *slopes[PAIRED_WORDS];
+    for (int i = 0; i < PAIRED_WORDS; i++) {
+        shares[i] = (const char *)(block->outer_shares + i * width);
+        slopes[i] = (const char *)(block->outer_slopes + i * width);
+    }
+    for (int64_t j = low; j < padded; j += LANES) {
+        turn_words(shares, j * sizeof(float), block->outer_factors + j * PAIRED_WORDS);
+        turn_words(slopes, j * sizeof(float), block->outer_factors + (width + j) * PAIRED_WORDS);
+    }
+}
+#else
 static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t padded) {
     for (int p = 0; p < PAIRED_QUERIES; p += 2) {
         const float *share = block->shares + p * width, *slope = block->slopes + p * width;
@@ -219,16 +244,8 @@ static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t
             *(vf *)(block->outer_shares + p / 2 * width + j) = pairs(first, second);
         }
     }
-#if HAS_AMX
-    const char *rows[PAIRED_QUERIES];
-    for (int i = 0; i < PAIRED_WORDS; i++) {
-        rows[i] = (const char *)(block->outer_shares + i * width);
-        rows[PAIRED_WORDS + i] = (const char *)(block->outer_slopes + i * width);
-    }
-    for (int64_t j = low; j < padded; j += LANES)
-        turn_words(rows, j * sizeof(float), block->outer_factors + j * PAIRED_QUERIES);
-#endif
 }
+#endif
 
 static int64_t keys_of(const Packed *p, int64_t r) { return p->prefix_count[r] + p->row[r] - p->own[r] + 1; }
 
@@ -312,15 +329,26 @@ static void add_span(const Packed *p, int64_t last, const Span *span, float *sum
     }
 }
 
+/* The gradients of the key and the value of row t for kv head k. */
+INLINE void store_row(const Packed *p, int64_t t, int64_t k, const float *key, const float *value, int64_t dim, int half,
+                      char *grads) {
+    const int64_t at = (t * p->total_heads + p->query_heads + k) * dim;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        store(grads, at + d, *(const vf *)(key + d), half);
+        store(grads, at + p->kv_heads * dim + d, *(const vf *)(value + d), half);
+    }
+}
+
 /* `sums` [T, 2, D] of kv head k as gradients of its keys and values. */
 static void store_sums(const Packed *p, const float *sums, int64_t count, int64_t dim, int64_t k, int half, char *grads) {
-    for (int64_t t = 0; t < count; t++, sums += 2 * dim) {
-        int64_t at = (t * p->total_heads + p->query_heads + k) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            store(grads, at + d, *(const vf *)(sums + d), half);
-            store(grads, at + p->kv_heads * dim + d, *(const vf *)(sums + dim + d), half);
-        }
-    }
+    for (int64_t t = 0; t < count; t++, sums += 2 * dim) store_row(p, t, k, sums, sums + dim, dim, half, grads);
+}
+
+/* The same for the keys of one span, which no other span has. */
+static void store_span(const Packed *p, int64_t last, const Span *span, int64_t k, int half, char *grads) {
+    const float *keys = span->key_grads, *values = span->value_grads;
+    for (int64_t j = 0, count = keys_of(p, last); j < count; j++, keys += span->dim, values += span->dim)
+        store_row(p, row_of_key(p, last, j), k, keys, values, span->dim, half, grads);
 }
 
 /* The rows of heads of a block for products with what is turned, and for outer ones. */
@@ -413,9 +441,9 @@ INLINE void run_block(const AttendPackedBackward *in, int64_t r, int64_t count, 
     float *key_grads = span->key_grads + low * dim, *value_grads = span->value_grads + low * dim;
 #if HAS_AMX
     if (paired) {
-        const float *factors = block->outer_factors + low * PAIRED_QUERIES;
-        add_outer_pairs(factors + PAIRED_WORDS, block->outer_queries, seen, dim, key_grads);
-        add_outer_pairs(factors, block->outer_grads, seen, dim, value_grads);
+        const float *of_shares = block->outer_factors + low * PAIRED_WORDS, *of_slopes = of_shares + width * PAIRED_WORDS;
+        add_outer_pairs(of_slopes, block->outer_queries, seen, dim, key_grads);
+        add_outer_pairs(of_shares, block->outer_grads, seen, dim, value_grads);
     }
 #endif
     if (!HAS_AMX || !paired) {
@@ -449,7 +477,9 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     const int paired = PAIRS && half && (HAS_AMX || groups > 1);
     const int64_t queries = paired ? PAIRED_QUERIES : QUERIES, together = groups < queries ? groups : queries;
     const int64_t slots = paired && !HAS_AMX ? (together + 1) / 2 * 2 : together, rows = queries / slots;
-    const int64_t sums_size = 2 * in->count * dim;
+    int is_shared = 0; /* whether keys may belong to several spans, which add up what they give */
+    for (int64_t r = 0; r < p->rows && !is_shared; r++) is_shared = p->prefix_count[r] > 0;
+    const int64_t sums_size = is_shared ? 2 * in->count * dim : 0;
     const int64_t factors_size = (2 * queries + 3 * queries / 2 + HAS_AMX * PAIRED_QUERIES) * width;
     const int64_t memory_size = sums_size + 5 * width * dim + 6 * queries * dim + factors_size;
     float *memory = scratch(sizeof(float) * memory_size);
@@ -469,7 +499,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     memset(block.zeros, 0, sizeof(float) * dim);
     if (!paired) block.outer_queries = block.queries, block.outer_grads = block.grads;
 #if HAS_AMX
-    if (paired) begin_blocks(); /* for all products */
+    if (paired) begin_amx(AMX_ROWS, PAIRED_WORDS); /* for all products */
 #endif
     for (int64_t k = first; k < last; k++) {
         memset(sums, 0, sizeof(float) * sums_size);
@@ -483,9 +513,10 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
                     (paired ? run_pairs : run_floats)(in, own, count, k * groups + g, taken, slots, &span, &block);
                 }
             }
-            add_span(p, end - 1, &span, sums);
+            if (is_shared) add_span(p, end - 1, &span, sums);
+            else store_span(p, end - 1, &span, k, half, in->grads);
         }
-        store_sums(p, sums, in->count, dim, k, half, in->grads);
+        if (is_shared) store_sums(p, sums, in->count, dim, k, half, in->grads);
     }
 #if HAS_AMX
     if (paired) end_amx();
