@@ -200,8 +200,6 @@ INLINE vf pairs(vu first, vu second) { return (vf)(first | second << 16); }
 /* The factors of a block from keys `low` to `padded`. */
 #if HAS_AMX
 static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t padded) {
-    const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0); /* from one after the other to side by side */
     for (int p = 0; p < PAIRED_QUERIES; p += 2) {
         const float *share = block->shares + p * width, *slope = block->slopes + p * width;
         float *of_first = block->key_slopes + p * (width / 2), *of_second = of_first + width / 2;
@@ -209,15 +207,16 @@ static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t
         for (int64_t j = low; j < padded; j += 2 * LANES) {
             __m512 own[4], other[4]; /* of both queries: slopes and shares of 32 keys */
             for (int n = 0; n < 2; n++) {
-                own[n] = _mm512_loadu_ps(slope + j + n * LANES), other[n] = _mm512_loadu_ps(slope + width + j + n * LANES);
+                own[n] = _mm512_loadu_ps(slope + j + n * LANES);
+                other[n] = _mm512_loadu_ps(slope + width + j + n * LANES);
                 own[2 + n] = _mm512_loadu_ps(share + j + n * LANES);
                 other[2 + n] = _mm512_loadu_ps(share + width + j + n * LANES);
             }
             _mm512_storeu_si512(of_first + j / 2, (__m512i)_mm512_cvtne2ps_pbh(own[1], own[0]));
             _mm512_storeu_si512(of_second + j / 2, (__m512i)_mm512_cvtne2ps_pbh(other[1], other[0]));
-            for (int n = 0; n < 4; n++) {
-                __m512i both = _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(other[n], own[n]));
-                _mm512_storeu_si512((n < 2 ? outer_slope : outer_share) + j + n % 2 * LANES, both);
+            for (int n = 0; n < 2; n++) {
+                _mm512_storeu_si512(outer_slope + j + n * LANES, rounded_pairs(own[n], other[n]));
+                _mm512_storeu_si512(outer_share + j + n * LANES, rounded_pairs(own[2 + n], other[2 + n]));
             }
         }
     }
