@@ -63,9 +63,9 @@ class NativeLoras:
         work = 0
         for own, (rows, lora, scale) in zip(described, loras, strict=True):
             rank = lora.bs[0].shape[1]
-            own.a, own.start, own.stop, own.rank = lora.a.data_ptr(), rows.start, rows.stop, rank
+            own.a, own.start, own.stop, own.rank = _place(lora.a), rows.start, rows.stop, rank
             own.scale, own.rounded = scale, lora.a.dtype == torch.bfloat16
-            places += [b.data_ptr() for b in lora.bs]
+            places += [_place(b) for b in lora.bs]
             work += (rows.stop - rows.start) * (inputs * len(lora.a) + outputs * rank)
         _, first, _ = loras[0]
         self._add_loras(
@@ -154,11 +154,15 @@ def places_of(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctyp
     places = (ctypes.c_void_p * len(bs))()
     widths = (Int64 * len(bs))()
     for index, b in enumerate(bs):
-        if not b.is_contiguous():
-            raise AssertionError("kernels read contiguous tensors")
-        places[index] = b.data_ptr()
+        places[index] = _place(b)
         widths[index] = b.shape[0]
     return places, widths
+
+
+def _place(matrix: Tensor) -> int:
+    if not matrix.is_contiguous():
+        raise AssertionError("kernels read contiguous tensors")
+    return matrix.data_ptr()
 
 
 def _is_compiled(kernel: Kernel) -> bool:
