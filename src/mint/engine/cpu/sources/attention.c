@@ -7,7 +7,7 @@
    its last keys alone: nothing is computed for the others, but for a few beside them whose shares are 0. With a sink, the
    normaliser of a query has one more part, behind those of its keys.
 
-   With AMX, bfloat16 is multiplied by its registers: see attention_amx.h. Else as follows.
+   In bfloat16 with AMX, scores and mixes are summed in the order of its registers instead: see attention_amx.h.
 
    Sums are in float32; heads are float32 or bfloat16. Queries and keys are read as words of 32 bits: a float, or two
    bfloat16 side by side.

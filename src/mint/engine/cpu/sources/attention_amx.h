@@ -3,6 +3,7 @@
    A score is summed over 32 numbers of the head dimension at a time, in a register's own order. Shares are rounded to
    bfloat16 before values are mixed, 32 keys at a time: keys 0 to 31 of a query, 32 to 63, and so on, wherever they are
    stored. What a query does not see has a share of 0. The normaliser is the sum of the shares before they are rounded.
+   0 times what is not finite is no zero, so a value that is not finite may make earlier queries of its sequence NaN, too.
 
    Letters: D head dimension; a word is two bfloat16. */
 
@@ -11,6 +12,7 @@
 
 #include "amx.h"
 #include "lanes.h"
+#include "pairs.h"
 
 #define CHUNK 32 /* keys that are mixed together */
 
@@ -77,18 +79,14 @@ INLINE const char *value_row(const Values *in, int64_t j) {
 
 /* panels [D / 16, words, 16] of pairs of rows; zeros follow the last row. */
 static void pair_values(const Values *in, int64_t dim, int64_t words, int32_t *panels) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53,
-                                          21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
     for (int64_t w = 0; w < words; w++, panels += LANES) {
         const char *row = value_row(in, 2 * w), *next = value_row(in, 2 * w + 1);
         for (int64_t d = 0; d < dim; d += 2 * LANES) {
             __m512i a = row ? _mm512_loadu_si512(row + 2 * d) : _mm512_setzero_si512();
             __m512i b = next ? _mm512_loadu_si512(next + 2 * d) : _mm512_setzero_si512();
             int32_t *to = panels + d / LANES * words * LANES;
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_storeu_si512(to + words * LANES, _mm512_permutex2var_epi16(a, high, b));
+            _mm512_storeu_si512(to, first_sides(a, b));
+            _mm512_storeu_si512(to + words * LANES, last_sides(a, b));
         }
     }
 }
@@ -102,7 +100,7 @@ static void round_shares(const float *shares, int64_t start, int64_t stop, int64
             const int64_t at = j + n * LANES;
             own[n] = at + LANES > first && at < last ? _mm512_loadu_ps(shares + at) : _mm512_setzero_ps();
         }
-        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(own[1], own[0]));
+        _mm512_storeu_si512(to, rounded_in_turn(own[0], own[1]));
     }
 }
 
@@ -111,7 +109,7 @@ INLINE void round_mixed(const float *mixed, int64_t dim, float inverse, char *ou
     const __m512 factor = _mm512_set1_ps(inverse);
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
         __m512 first = _mm512_loadu_ps(mixed + d) * factor, second = _mm512_loadu_ps(mixed + d + LANES) * factor;
-        _mm512_storeu_si512(out + 2 * d, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        _mm512_storeu_si512(out + 2 * d, rounded_in_turn(first, second));
     }
 }
 

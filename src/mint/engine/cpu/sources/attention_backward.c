@@ -13,6 +13,7 @@
 #include "amx.h"
 #include "lanes.h"
 #include "memory.h"
+#include "pairs.h"
 
 #define QUERIES 8
 #ifdef __AMX_BF16__
@@ -212,11 +213,11 @@ static void pair_factors(const Block *block, int64_t width, int64_t low, int64_t
                 own[2 + n] = _mm512_loadu_ps(share + j + n * LANES);
                 other[2 + n] = _mm512_loadu_ps(share + width + j + n * LANES);
             }
-            _mm512_storeu_si512(of_first + j / 2, (__m512i)_mm512_cvtne2ps_pbh(own[1], own[0]));
-            _mm512_storeu_si512(of_second + j / 2, (__m512i)_mm512_cvtne2ps_pbh(other[1], other[0]));
+            _mm512_storeu_si512(of_first + j / 2, rounded_in_turn(own[0], own[1]));
+            _mm512_storeu_si512(of_second + j / 2, rounded_in_turn(other[0], other[1]));
             for (int n = 0; n < 2; n++) {
-                _mm512_storeu_si512(outer_slope + j + n * LANES, rounded_pairs(own[n], other[n]));
-                _mm512_storeu_si512(outer_share + j + n * LANES, rounded_pairs(own[2 + n], other[2 + n]));
+                _mm512_storeu_si512(outer_slope + j + n * LANES, side_by_side(own[n], other[n]));
+                _mm512_storeu_si512(outer_share + j + n * LANES, side_by_side(own[2 + n], other[2 + n]));
             }
         }
     }

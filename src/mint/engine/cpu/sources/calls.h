@@ -49,7 +49,7 @@ typedef struct {
     int64_t layout;  /* of x */
     int64_t rounded; /* whether a and the bs are, which only `add_lora_halves` takes */
     int64_t given;   /* whether `down` is there already; x and a may then be missing */
-    const char *next; /* the matrices that will be wanted after these, or missing */
+    const char *next; /* matrices that will be wanted after these, which `add_lora_halves` fetches, or missing */
 } AddLora;
 
 typedef struct {

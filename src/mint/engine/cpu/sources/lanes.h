@@ -63,15 +63,6 @@ INLINE void store(char *base, int64_t at, vf x, int half) {
 #endif
 }
 
-#ifdef __AVX512BF16__
-/* Rounded to bfloat16, word i is number i of both. */
-INLINE __m512i rounded_pairs(__m512 first, __m512 second) {
-    const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-#endif
-
 /* Of pairs of bfloat16, those with even and with odd numbers. */
 INLINE vf even(vf pairs) { return (vf)((vu)pairs << 16); }
 INLINE vf odd(vf pairs) { return (vf)((vu)pairs & 0xffff0000u); }

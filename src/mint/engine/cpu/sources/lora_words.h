@@ -6,6 +6,7 @@
 #define MINT_LORA_WORDS
 
 #include "calls.h"
+#include "pairs.h"
 #include "tiles.h"
 
 #define SEGMENT 512 /* outputs that a lora's part is computed for together */
@@ -20,16 +21,6 @@ INLINE Vector numbers_at(const float *from, int64_t count) {
     return count >= LANES ? loaded(from) : count <= 0 ? zeros() : loaded_first(from, count);
 }
 
-/* Words of pairs of neighbours: 16 numbers of `first`, then those of `second`. */
-INLINE Words rounded(Vector first, Vector second) { return (Words)_mm512_cvtne2ps_pbh(second, first); }
-
-/* Word i is number i of `first` and number i of `second`. */
-INLINE Words side_by_side(Vector first, Vector second) {
-    const Words places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                          20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(places, rounded(first, second));
-}
-
 /* 16 numbers of x from place `at` on. */
 INLINE Vector row_at(const float *x, int64_t half, int64_t at) {
     if (!half) return loaded(x + at);
@@ -40,7 +31,7 @@ INLINE Vector row_at(const float *x, int64_t half, int64_t at) {
 /* The words of the pairs of neighbours of 32 numbers of x from `at` on; if only 16 are `left`, of these and zeros. */
 INLINE Words pairs_at(const float *x, int64_t half, int64_t at, int64_t left) {
     if (half) return _mm512_maskz_loadu_epi16(left > LANES ? ~0u : 0xffff, (const uint16_t *)x + at);
-    return rounded(loaded(x + at), left > LANES ? loaded(x + at + LANES) : zeros());
+    return rounded_in_turn(loaded(x + at), left > LANES ? loaded(x + at + LANES) : zeros());
 }
 
 /* The same of `count` numbers, a multiple of 16; the last vector of 16 words is filled up with zeros. */
@@ -87,7 +78,7 @@ static void pair_ranks(const float *from, int64_t parts, int64_t rank, int64_t a
     for (int64_t part = 0; part < parts; part++, from += apart, to += pairs_of(rank))
         for (int64_t j = 0; j < rank; j += 2 * LANES) {
             Vector first = numbers_at(from + j, rank - j), second = numbers_at(from + j + LANES, rank - j - LANES);
-            _mm512_storeu_si512(to + j / 2, rounded(scaled(first, same(scale)), scaled(second, same(scale))));
+            _mm512_storeu_si512(to + j / 2, rounded_in_turn(scaled(first, same(scale)), scaled(second, same(scale))));
         }
 }
 
@@ -99,7 +90,7 @@ INLINE void turn_blocks(const float *from, int64_t apart, int64_t further, int64
 #pragma GCC unroll 16
     for (int r = 0; r < LANES; r++) rows[r] = numbers_at(from + r * apart, own);
 #pragma GCC unroll 16
-    for (int r = 0; r < LANES; r++) words[r] = rounded(rows[r], numbers_at(from + r * apart + further, others));
+    for (int r = 0; r < LANES; r++) words[r] = rounded_in_turn(rows[r], numbers_at(from + r * apart + further, others));
     transpose((const int32_t *)words, LANES, to, LANES);
 }
 
@@ -166,18 +157,6 @@ typedef struct {
     float *down;           /* [BLOCK, parts * rank] */
     float *grad_down;      /* [BLOCK, ranks] */
 } Turned;
-
-/* Of 32 numbers in each of two rows: the first 16 of both side by side, and the last 16. */
-INLINE Words first_sides(Words row, Words next) {
-    const Words places = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    return _mm512_permutex2var_epi16(row, places, next);
-}
-INLINE Words last_sides(Words row, Words next) {
-    const Words places = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53,
-                                          21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-    return _mm512_permutex2var_epi16(row, places, next);
-}
 
 /* The panels of `size` rows of a part's b from `o` on: pairs of outputs. */
 static void turn_b(const LoraGradient *in, const Turned *turned, int64_t part, int64_t o, int64_t size) {
