@@ -307,6 +307,7 @@ class NativeOperations(CpuOperations):
             half=self.dtype == torch.bfloat16,
             heads=heads,
             inverse=inverse,
+            kept=None,
         )
         return heads, inverse
 
@@ -342,6 +343,7 @@ class NativeOperations(CpuOperations):
             half=grad.dtype == torch.bfloat16,
             out=out,
             rounds=False,
+            kept_half=False,
         )
         return out
 

@@ -7,14 +7,6 @@
 #include "layers.h"
 #include "memory.h"
 
-/* From floats to bfloat16, and back; `count` is a multiple of 16. */
-static void round_to_halves(const float *from, int64_t count, char *to) {
-    for (int64_t i = 0; i < count; i += LANES) store(to, i, load((const char *)from, i, 0), 1);
-}
-static void widen(const char *from, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i += LANES) store((char *)to, i, load(from, i, 1), 0);
-}
-
 /* What both directions read; norms, bias and lora may be missing. The rest as in `FinishHeads`. */
 typedef struct {
     const float *norm, *bias, *head_norms, *cos, *sin; /* [E], [H, D], [rotated_heads, D], [T, pairs] twice */
@@ -56,7 +48,8 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
         FinishHeads finish = {qkv, own->bias, own->head_norms, own->cos + start * own->pairs, own->sin + start * own->pairs,
                               own->eps, own->total_heads, own->rotated_heads, own->joint_heads, own->dim, own->pairs,
                               own->half, in->heads + start * outputs * bytes,
-                              own->head_norms ? in->head_inverse + start * own->rotated_heads : 0};
+                              own->head_norms ? in->head_inverse + start * own->rotated_heads : 0,
+                              own->half ? in->kept + start * outputs * bytes : 0};
         if (own->norm) {
             RmsNorm norm = {x, own->norm, 0, own->eps, hidden, (char *)normed, in->inverse + start, layout};
             code = in->rms_norm(&norm, 0, rows);
@@ -64,7 +57,6 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
         if (!code) code = in->product(&product, 0, outputs / PANEL);
         if (!code) code = add_lora(in->add_lora, own->lora, start, rows, hidden, outputs, read, layout, qkv);
         if (!code) code = in->finish_heads(&finish, 0, rows);
-        if (own->half && !code) round_to_halves(qkv, rows * outputs, in->kept + start * outputs * bytes);
     }
     free(room);
     return code;
@@ -82,23 +74,22 @@ typedef struct {
     float *grad_x; /* [T, E], or missing */
 } InputsBackward;
 
-/* `rows` rows from `start` on; `room` [rows, 2 (E + H D)] is for what lies in between. */
+/* `rows` rows from `start` on; `room` [rows, 2 E + H D] is for what lies in between. */
 static int run_block(const void *arguments, int64_t group, int64_t start, int64_t rows, float *room) {
     const InputsBackward *in = arguments;
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
     const float *x = in->x + start * hidden;
     float *normed = room, *grad_normed = normed + rows * hidden, *grad_qkv = grad_normed + rows * hidden;
-    float *floats = grad_qkv + rows * outputs, *grad_x = in->grad_x ? in->grad_x + start * hidden : 0;
+    float *grad_x = in->grad_x ? in->grad_x + start * hidden : 0;
     const float *read = own->norm ? normed : x;
     if (!own->norm) grad_normed = grad_x;
-    if (own->half) widen(in->kept + start * outputs * bytes, rows * outputs, floats);
     FinishHeadsBackward finish = {in->grad + start * outputs * bytes,
-                                  own->half ? floats : (const float *)in->kept + start * outputs,
+                                  in->kept + start * outputs * bytes,
                                   own->head_norms ? in->head_inverse + start * own->rotated_heads : 0, own->head_norms,
                                   own->cos + start * own->pairs, own->sin + start * own->pairs, own->total_heads,
                                   own->rotated_heads, own->joint_heads, own->dim, own->pairs, own->half, (char *)grad_qkv,
-                                  own->rounds};
+                                  own->rounds, own->half};
     Product product = {grad_qkv, in->packed, rows, outputs, hidden, 0, grad_normed, own->rounds};
     int code = in->finish_heads_backward(&finish, 0, rows);
     if (own->norm && !code) {
@@ -117,5 +108,5 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
 /* From grad the gradient for x, and the sums of each group for those of the lora. For groups `first` to `last`. */
 int attention_inputs_backward(const InputsBackward *in, int64_t first, int64_t last) {
     const int64_t outputs = in->inputs->total_heads * in->inputs->dim;
-    return run_groups(run_block, in, in->borders, first, last, in->inputs->block_rows, 2 * (in->inputs->hidden + outputs));
+    return run_groups(run_block, in, in->borders, first, last, in->inputs->block_rows, 2 * in->inputs->hidden + outputs);
 }

@@ -111,14 +111,16 @@ typedef struct {
     int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
     char *heads;
     float *inverse;
+    char *kept; /* [T, H, D], or missing: qkv with its bias in bfloat16 */
 } FinishHeads;
 
 typedef struct {
-    const char *grad;
-    const float *qkv, *inverse, *norms, *cos, *sin;
+    const char *grad; /* float, or bfloat16 if `half` */
+    const char *qkv;  /* float, or bfloat16 if `kept_half` */
+    const float *inverse, *norms, *cos, *sin;
     int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
     char *out; /* float, or bfloat16 if `rounds` */
-    int64_t rounds;
+    int64_t rounds, kept_half;
 } FinishHeadsBackward;
 
 #endif

@@ -60,7 +60,7 @@ int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
 /* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated_heads` normed by
    `norms` [rotated_heads, D] and the first 2 * pairs elements of each turned by cos and sin [T, pairs]; bias and norms
    may be missing. The first `joint_heads` are normed together, and the other ones; 0: each alone. inverse
-   [T, rotated_heads]. */
+   [T, rotated_heads]. `kept` gets qkv with its bias, rounded. */
 int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
     float *qkv = in->qkv;
     const float *bias = in->bias, *norms = in->norms, *cos = in->cos, *sin = in->sin;
@@ -74,6 +74,8 @@ int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
         if (bias)
             for (int64_t i = 0; i < total_heads * dim; i += LANES)
                 *(vf *)(qkv + t * total_heads * dim + i) += *(const vf *)(bias + i);
+        for (int64_t i = 0, at = t * total_heads * dim; in->kept && i < total_heads * dim; i += LANES)
+            store(in->kept, at + i, *(vf *)(qkv + at + i), 1);
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
             float *own = qkv + at;
@@ -261,16 +263,16 @@ int clamped_swiglu_backward(const SwigluBackward *in, int64_t first, int64_t las
     return 0;
 }
 
-/* What x [width] gets from grad for x * inverse * weight, inverse being 1 / rms(x); plus `residual`, if there is one.
-   `out` may be `grad`. */
-INLINE void norm_backward(const float *grad, const float *x, float inverse, const float *weight, const float *residual,
-                          int64_t width, float *out) {
+/* What x [width], from place `at` of a tensor on, gets from grad for x * inverse * weight, inverse being 1 / rms(x); plus
+   `residual`, if there is one. x is bfloat16 if `half`. `out` may be `grad`. */
+INLINE void norm_backward(const float *grad, const char *x, int64_t at, const int half, float inverse, const float *weight,
+                          const float *residual, int64_t width, float *out) {
     vf total = {0};
     for (int64_t i = 0; i < width; i += LANES)
-        total += *(const vf *)(grad + i) * *(const vf *)(weight + i) * *(const vf *)(x + i);
+        total += *(const vf *)(grad + i) * *(const vf *)(weight + i) * load(x, at + i, half);
     float pull = sum(total) / width * inverse * inverse * inverse;
     for (int64_t i = 0; i < width; i += LANES) {
-        vf found = *(const vf *)(grad + i) * *(const vf *)(weight + i) * inverse - *(const vf *)(x + i) * pull;
+        vf found = *(const vf *)(grad + i) * *(const vf *)(weight + i) * inverse - load(x, at + i, half) * pull;
         if (residual) found += *(const vf *)(residual + i);
         *(vf *)(out + i) = found;
     }
@@ -283,7 +285,7 @@ int rms_norm_backward(const RmsNormBackward *in, int64_t first, int64_t last) {
     float *out = in->out;
     for (int64_t t = first; t < last; t++) {
         int64_t at = t * width;
-        norm_backward(grad + at, x + at, inverse[t], weight, residual ? residual + at : 0, width, out + at);
+        norm_backward(grad + at, (const char *)x, at, 0, inverse[t], weight, residual ? residual + at : 0, width, out + at);
     }
     return 0;
 }
@@ -298,10 +300,10 @@ int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
     return 0;
 }
 
-/* out [T, H, D]: the gradient for qkv of `finish_heads`, from grad [T, H, D] in the type of the heads. */
-int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t last) {
-    const char *grad = in->grad;
-    const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
+/* `finish_heads_backward` for one type of qkv, which the compiler knows. */
+INLINE int heads_gradient(const FinishHeadsBackward *in, int64_t first, int64_t last, const int kept_half) {
+    const char *grad = in->grad, *qkv = in->qkv;
+    const float *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
     const int64_t pairs = in->pairs, joint = in->joint_heads, width = total_heads * dim;
     float *room = in->rounds ? scratch(sizeof(float) * width) : 0;
@@ -323,16 +325,22 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
             }
             for (int64_t i = 2 * pairs; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
             if (norms && !joint)
-                norm_backward(to, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
+                norm_backward(to, qkv, at, kept_half, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
         }
         const int64_t edges[] = {0, joint, rotated_heads};
         for (int run = 0; norms && joint && run < 2; run++) {
             int64_t h = edges[run], together = (edges[run + 1] - h) * dim;
             float *to = row + h * dim;
-            norm_backward(to, qkv + t * width + h * dim, inverse[t * rotated_heads + h], norms + h * dim, 0, together, to);
+            norm_backward(to, qkv, t * width + h * dim, kept_half, inverse[t * rotated_heads + h], norms + h * dim, 0,
+                          together, to);
         }
         for (int64_t i = 0; room && i < width; i += LANES) store(in->out, t * width + i, *(vf *)(room + i), 1);
     }
     free(room);
     return 0;
+}
+
+/* out [T, H, D]: the gradient for qkv of `finish_heads`, from grad [T, H, D] in the type of the heads. */
+int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t last) {
+    return in->kept_half ? heads_gradient(in, first, last, 1) : heads_gradient(in, first, last, 0);
 }
