@@ -310,7 +310,8 @@ def test_fused_heads_compute_what_autograd_says_in_float64(
     assert found.dtype == dtype
     _close(found, out.detach(), dtype)
     _close(qkv, shifted, torch.float32)  # with the bias, as the backward needs it
-    own = FUSED.finish_heads_backward(grad, qkv, inverse, norms, cos, sin, rotated_heads=heads)
+    read = qkv if normed else None
+    own = FUSED.finish_heads_backward(grad, read, inverse, norms, cos, sin, rotated_heads=heads)
     assert own.dtype == torch.float32
     _close(own, exact.grad, torch.float32)
 

@@ -267,7 +267,8 @@ def test_the_gradient_of_finished_heads_is_that_of_float64(
     cos, sin = angles.double().cos(), angles.double().sin()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     (expected,) = _gradients_in_float64(torch.cat([turned, exact[:, 6:]], dim=1), slope, exact)
-    found = operations.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated_heads=6)
+    read = qkv if normed else None
+    found = operations.finish_heads_backward(slope, read, inverse, norms, angles.cos(), angles.sin(), rotated_heads=6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -163,7 +163,7 @@ class NativeHeads:
         settings: HeadSettings,
         dtype: torch.dtype,
     ) -> None:
-        """`product` [H·D, E]; `norm` [E]; heads, and what is kept of the product, are of `dtype`."""
+        """`product` [H·D, E]; `norm` [E]; heads, and what is kept for the backward, are of `dtype`."""
         self._kernels = kernels
         self._loras = loras
         self._product = product
@@ -173,11 +173,12 @@ class NativeHeads:
         self._dtype = dtype
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], the product [T, H, D], 1 / rms of its heads [T, R, 1], and the
-        rows of the lora's first matrix."""
+        """[T, H, D] of x [T, E]; and 1 / rms(x) [T, 1], where heads are normed the product [T, H, D] and 1 / rms of its
+        heads [T, R, 1], and the rows of the lora's first matrix."""
         rows, settings = len(x), self._settings
         outputs = self._product.matrix.outputs
-        heads, kept = (x.new_empty(rows, self._head_count, settings.head_dim, dtype=self._dtype) for _ in range(2))
+        heads = x.new_empty(rows, self._head_count, settings.head_dim, dtype=self._dtype)
+        kept = None if settings.norms is None else torch.empty_like(heads)
         inverse = None if self._norm is None else x.new_empty(rows, 1)
         head_inverse = None if settings.norms is None else x.new_empty(rows, settings.rotated_heads, 1)
         row_kernels = self._kernels.libraries["rows"]

@@ -315,7 +315,7 @@ class NativeOperations(CpuOperations):
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -324,11 +324,11 @@ class NativeOperations(CpuOperations):
         rotated_heads: int,
         joint_heads: int = 0,
     ) -> Tensor:
-        count, total, dim = qkv.shape
-        out = torch.empty_like(qkv)
+        count, total, dim = grad.shape
+        out = torch.empty(grad.shape)
         self._rows.finish_heads_backward(
             count,
-            qkv.numel(),
+            grad.numel(),
             grad=grad.contiguous(),
             qkv=qkv,
             inverse=inverse,

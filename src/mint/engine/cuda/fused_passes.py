@@ -104,7 +104,7 @@ class FusedPasses:
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -112,13 +112,14 @@ class FusedPasses:
         *,
         rotated_heads: int,
     ) -> Tensor:
-        """The gradient for qkv float32 [T, H, D] from grad [T, H, D]; `inverse` as `finish_heads` gave it."""
-        grad, qkv = grad.contiguous(), qkv.contiguous()
+        """The gradient for qkv float32 [T, H, D] from grad [T, H, D]; `inverse` as `finish_heads` gave it.
+        Without `norms` qkv and `inverse` may be missing."""
+        grad = grad.contiguous()
         count, heads, dim = grad.shape
         out = torch.empty(grad.shape, device=grad.device)
         _finish_heads_gradient[(count, triton.cdiv(heads, HEADS))](
             grad=grad,
-            qkv=qkv,
+            qkv=grad if qkv is None else qkv.contiguous(),
             inverse=grad if inverse is None else inverse,
             norms=grad if norms is None else norms,
             cos=cos.contiguous(),

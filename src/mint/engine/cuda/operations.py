@@ -63,7 +63,7 @@ class TrainingPasses(Protocol):
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -71,7 +71,7 @@ class TrainingPasses(Protocol):
         *,
         rotated_heads: int,
     ) -> Tensor:
-        """Its gradient for qkv."""
+        """Its gradient for qkv, which may be missing without `norms`."""
         ...
 
 
@@ -180,7 +180,7 @@ class CudaOperations(TorchOperations):
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -189,7 +189,7 @@ class CudaOperations(TorchOperations):
         rotated_heads: int,
         joint_heads: int = 0,
     ) -> Tensor:
-        if self._fused is None or not _rotates_whole_heads(qkv, cos, joint_heads):
+        if self._fused is None or not _rotates_whole_heads(grad, cos, joint_heads):
             return super().finish_heads_backward(
                 grad, qkv, inverse, norms, cos, sin, rotated_heads=rotated_heads, joint_heads=joint_heads
             )

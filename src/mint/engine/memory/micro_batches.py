@@ -89,8 +89,9 @@ def _mixer_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:
     query, key_value = config.query_size, 2 * config.key_value_size
     if net is not None:  # the products with its input, what its heads read, and the input of its output
         return 4 * (sum(net.parts) + net.value_size) + dtype.itemsize * net.value_size
-    # The query/key/value product and the heads; the attended values.
-    total = dtype.itemsize * (2 * (query + key_value) + query)
+    total = dtype.itemsize * (query + key_value + query)  # the heads; the attended values
+    if config.family.head_norms:  # the query/key/value product
+        total += dtype.itemsize * (query + key_value)
     if config.family.output_gates:  # the product with the gates in float32, and the gated values
         total += 4 * (2 * query + key_value) + 4 * query
     return total

@@ -172,17 +172,18 @@ class HeadsInTurn:
     context: ForwardContext
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """See `TrainedHeads`. 1 / rms(x), the product and 1 / rms of its heads are kept."""
+        """See `TrainedHeads`. 1 / rms(x) is kept, and, where heads are normed, the product and 1 / rms of its heads."""
         heads, inverse, qkv, head_inverse = _project_heads(x, self.norm, self.weights, self.linear, self.context)
-        return heads, [inverse, qkv.to(self.context.operations.dtype), head_inverse]
+        kept = None if head_inverse is None else qkv.to(self.context.operations.dtype)
+        return heads, [inverse, kept, head_inverse]
 
     def backward(
         self, grad: Tensor, x: Tensor, saved: Sequence[Tensor | None], *, for_input: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """See `TrainedHeads`."""
-        inverse, qkv, head_inverse = saved
-        assert qkv is not None
-        grad_qkv = _heads_gradient(grad, qkv.float(), head_inverse, self.weights, self.context).flatten(1)
+        inverse, kept, head_inverse = saved
+        qkv = None if kept is None else kept.float()
+        grad_qkv = _heads_gradient(grad, qkv, head_inverse, self.weights, self.context).flatten(1)
         operations = self.context.operations
         return _normed_gradient(self.linear, self.norm, grad_qkv, x, inverse, operations, for_input=for_input)
 
@@ -334,9 +335,9 @@ def _finish_heads(qkv: Tensor, weights: AttentionWeights, context: ForwardContex
 
 
 def _heads_gradient(
-    grad: Tensor, qkv: Tensor, inverse: Tensor | None, weights: AttentionWeights, context: ForwardContext
+    grad: Tensor, qkv: Tensor | None, inverse: Tensor | None, weights: AttentionWeights, context: ForwardContext
 ) -> Tensor:
-    """The gradient for qkv [T, H, D] from that for its heads."""
+    """The gradient for qkv [T, H, D] from that for its heads; see `Operations.finish_heads_backward`."""
     return context.operations.finish_heads_backward(
         grad,
         qkv,

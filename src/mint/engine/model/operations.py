@@ -216,7 +216,7 @@ class Operations(Protocol):
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -225,7 +225,8 @@ class Operations(Protocol):
         rotated_heads: int,
         joint_heads: int = 0,
     ) -> Tensor:
-        """The gradient for qkv [T, H, D] from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
+        """The gradient for qkv [T, H, D], float32, from grad [T, H, D] for `finish_heads`, which gave `inverse`.
+        Without `norms` it does not depend on qkv, which may then be missing."""
         ...
 
     def take_heads(self, x: Tensor, order: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class TorchOperations:
     def finish_heads_backward(
         self,
         grad: Tensor,
-        qkv: Tensor,
+        qkv: Tensor | None,
         inverse: Tensor | None,
         norms: Tensor | None,
         cos: Tensor,
@@ -202,7 +202,7 @@ class TorchOperations:
         out[:, rotated_heads:] = grad[:, rotated_heads:]
         turned = out[:, :rotated_heads]
         rotate(grad[:, :rotated_heads].float(), cos, -sin, turned)  # the transpose rotates back
-        if inverse is not None and norms is not None:
+        if inverse is not None and norms is not None and qkv is not None:
             head_norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse, joint_heads)
         return out
 

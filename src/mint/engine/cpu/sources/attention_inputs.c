@@ -24,12 +24,12 @@ typedef struct {
     const float *x;        /* [T, E] */
     const int32_t *packed; /* panels */
     int64_t rows;
-    char *heads, *kept;            /* [T, H, D], float or bfloat16 if `half` */
+    char *heads, *kept;            /* [T, H, D], float or bfloat16 if `half`; `kept` is missing where heads have no norms */
     float *inverse, *head_inverse; /* [T] and [T, rotated_heads], where there are norms */
 } InputsForward;
 
-/* heads; and for the backward the product with its bias, `kept`, and 1 / rms of the rows and of their heads. For blocks
-   `first` to `last` of `block_rows` rows. */
+/* heads; and for the backward 1 / rms of the rows and, where heads have norms, the product with its bias, `kept`, and 1 / rms
+   of the heads. For blocks `first` to `last` of `block_rows` rows. */
 int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
     const Inputs *own = in->inputs;
     const int64_t hidden = own->hidden, outputs = own->total_heads * own->dim, bytes = own->half ? 2 : 4;
@@ -42,14 +42,14 @@ int attention_inputs(const InputsForward *in, int64_t first, int64_t last) {
     for (int64_t start = first * block; start < last * block && start < in->rows && !code; start += block) {
         const int64_t rows = in->rows - start < block ? in->rows - start : block;
         const float *x = in->x + start * hidden, *read = own->norm ? normed : x;
-        float *qkv = own->half ? unrounded : (float *)in->kept + start * outputs;
+        float *qkv = own->half || !in->kept ? unrounded : (float *)in->kept + start * outputs;
         const int64_t layout = own->norm ? own->layout : FLOATS;
         Product product = {read, in->packed, rows, hidden, outputs, 0, qkv, layout};
         FinishHeads finish = {qkv, own->bias, own->head_norms, own->cos + start * own->pairs, own->sin + start * own->pairs,
                               own->eps, own->total_heads, own->rotated_heads, own->joint_heads, own->dim, own->pairs,
                               own->half, in->heads + start * outputs * bytes,
                               own->head_norms ? in->head_inverse + start * own->rotated_heads : 0,
-                              own->half ? in->kept + start * outputs * bytes : 0};
+                              own->half && in->kept ? in->kept + start * outputs * bytes : 0};
         if (own->norm) {
             RmsNorm norm = {x, own->norm, 0, own->eps, hidden, (char *)normed, in->inverse + start, layout};
             code = in->rms_norm(&norm, 0, rows);
@@ -69,7 +69,7 @@ typedef struct {
     const char *grad;       /* [T, H, D], as `heads` */
     const float *x;
     const int32_t *packed; /* panels of the transpose */
-    const char *kept;
+    const char *kept; /* as `InputsForward` has it */
     const float *inverse, *head_inverse;
     float *grad_x; /* [T, E], or missing */
 } InputsBackward;
@@ -85,7 +85,7 @@ static int run_block(const void *arguments, int64_t group, int64_t start, int64_
     const float *read = own->norm ? normed : x;
     if (!own->norm) grad_normed = grad_x;
     FinishHeadsBackward finish = {in->grad + start * outputs * bytes,
-                                  in->kept + start * outputs * bytes,
+                                  in->kept ? in->kept + start * outputs * bytes : 0,
                                   own->head_norms ? in->head_inverse + start * own->rotated_heads : 0, own->head_norms,
                                   own->cos + start * own->pairs, own->sin + start * own->pairs, own->total_heads,
                                   own->rotated_heads, own->joint_heads, own->dim, own->pairs, own->half, (char *)grad_qkv,

@@ -116,7 +116,7 @@ typedef struct {
 
 typedef struct {
     const char *grad; /* float, or bfloat16 if `half` */
-    const char *qkv;  /* float, or bfloat16 if `kept_half` */
+    const char *qkv;  /* float, or bfloat16 if `kept_half`; nobody reads it without norms */
     const float *inverse, *norms, *cos, *sin;
     int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
     char *out; /* float, or bfloat16 if `rounds` */
