@@ -75,6 +75,9 @@ class TrainingPasses(Protocol):
         ...
 
 
+CUBLAS_ROWS = 2
+"""A single row would be summed in another order."""
+
 MAX_ROWS = 16384
 """Rows of a micro-batch where memory sets no bound: more rows share the time that it takes to start a layer's many
 small operations."""
@@ -225,6 +228,11 @@ class FlexOperations(CudaOperations):
 
 class WideUnembedding(Float32Product):
     """A bfloat16 matrix whose products are summed and returned in float32; rows are rounded to bfloat16."""
+
+    @property
+    @override
+    def min_rows(self) -> int:
+        return CUBLAS_ROWS
 
     @override
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

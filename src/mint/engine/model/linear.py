@@ -21,9 +21,6 @@ MKL_ROWS, MKL_ROWS_PER_THREAD = 16, 4
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads). With
 twice as many every row gets the same bits, whatever the other rows are."""
 
-UNEMBEDDING_ROWS = 2
-"""Rows that a bfloat16 unembedding needs: a single row would be summed in another order."""
-
 
 def min_rows() -> int:
     """Rows that a float32 product by torch's own library needs so that it treats each of them alike."""
@@ -166,10 +163,6 @@ class DenseMatrix:
 
 class Float32Product(DenseMatrix):
     """A bfloat16 matrix whose products are computed in float32: an unembedding's, for logits must not be rounded."""
-
-    @property
-    def min_rows(self) -> int:
-        return UNEMBEDDING_ROWS
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return add_residual(F.linear(x.float(), self.weight.float()), residual)
