@@ -106,13 +106,21 @@ class ModelFolder:
             if not name.startswith(_IMAGES)
         }
 
-    def _stored_tensors(self) -> dict[str, StoredTensor]:
+    def weight_files(self) -> list[Path]:
+        """The files with the tensors; they need not be there.
+
+        Raises:
+            InvalidRequestError: the index of several files is damaged.
+        """
         one_file = "model.safetensors"
         is_divided = not (self.path / one_file).is_file() and (self.path / INDEX_FILE).is_file()
+        return [self.path / name for name in (shard_names(self.path) if is_divided else [one_file])]
+
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
-        for name in shard_names(self.path) if is_divided else [one_file]:
+        for path in self.weight_files():
             try:
-                found |= open_tensors(self.path / name)
+                found |= open_tensors(path)
             except CheckpointError as error:
                 raise CheckpointError(error.message, remedy="Copy or download the model again") from error
         return found
