@@ -215,7 +215,7 @@ class RequestCancelledError(RequestFailedError):
 
 
 class CheckpointError(RequestFailedError):
-    """A checkpoint or snapshot is damaged, incomplete, or of a model with other shapes.
+    """A checkpoint or snapshot is damaged, incomplete, of a model with other shapes, or of a base with other weights.
 
     To send the request again does not help, so the status is not one that clients retry.
     """

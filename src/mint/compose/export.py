@@ -19,9 +19,10 @@ from mint.client.rest_client import RestClient
 from mint.config import Settings, read_settings
 from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import LORA_ALPHA
-from mint.errors import InvalidRequestError, MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError, UnknownBaseModelError
 from mint.extras import install_command
 from mint.models import hf_format, peft_format, registry
+from mint.models.fingerprint import fingerprint, require_same_weights
 from mint.models.folder import ModelFolder
 from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 
@@ -33,12 +34,25 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 
 @dataclass(frozen=True)
 class _CheckpointWeights:
-    """The weights of a checkpoint, with their rank, alpha and base model."""
+    """The weights of the checkpoint at `path`, with their rank, alpha and base model; `base_fingerprint` is None where
+    an older mint saved it."""
 
+    path: str
     weights: dict[str, np.ndarray]
     rank: int
     alpha: float
     base_model: str
+    base_fingerprint: str | None
+
+    def require_base(self, folder: Path) -> None:
+        """Checks that a folder has the base model on which they were trained.
+
+        Raises:
+            CheckpointError: it has other weights.
+        """
+        if self.base_fingerprint is not None:
+            found = fingerprint(folder)
+            require_same_weights(self.path, self.base_model, recorded=self.base_fingerprint, found=found)
 
 
 def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir: Path | None = None) -> None:
@@ -51,7 +65,7 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
     Raises:
         InvalidRequestError: `output` exists or cannot be written, or `path` is no checkpoint path.
         NotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or its base model has other weights on this machine than it was trained on.
         UnknownBaseModelError: its base model is not known here.
         ConnectionLostError: the server cannot be reached.
     """
@@ -104,9 +118,9 @@ def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, form
     except ImportError as error:
         raise _missing(error) from error
     manifest, weights = open_checkpoint(data_dir, path)
-    _write(
-        folder, _CheckpointWeights(weights, manifest.lora_spec.rank, LORA_ALPHA, manifest.base_model), settings, format
-    )
+    rank, base_model = manifest.lora_spec.rank, manifest.base_model
+    checkpoint = _CheckpointWeights(path, weights, rank, LORA_ALPHA, base_model, manifest.base_fingerprint)
+    _write(folder, checkpoint, settings, format)
 
 
 def _from_server(path: str, settings: Settings, base_url: str, folder: Path, format: ExportFormat) -> None:
@@ -126,27 +140,40 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
             else:
                 base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
                 weights = peft_format.read_weights(weights_file, config, base, lora_layers(base))
-    _write(folder, _CheckpointWeights(weights, config.rank, config.alpha, base_model), settings, format)
+    trained_on = about.get("base_fingerprint")
+    checkpoint = _CheckpointWeights(path, weights, config.rank, config.alpha, base_model, trained_on)
+    _write(folder, checkpoint, settings, format)
 
 
 def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, format: ExportFormat) -> None:
     if format == "peft":
-        name = _public_name(checkpoint.base_model, settings)
+        name = _public_name(checkpoint, settings)
         peft_format.write_peft(
             folder, checkpoint.weights, rank=checkpoint.rank, alpha=checkpoint.alpha, base_model=name
         )
         return
     base = registry.resolve(checkpoint.base_model, settings.model_aliases)
+    checkpoint.require_base(base)
     write = hf_format.write_merged if format == "hf" else hf_format.write_gguf_ready
     write(folder, base, checkpoint.weights, scale=checkpoint.alpha / checkpoint.rank)
 
 
-def _public_name(base_model: str, settings: Settings) -> str:
-    """The base model that PEFT will load: its name on the hub if it has one, else a folder on this machine."""
-    aliases = settings.model_aliases
-    if base_model not in registry.BUNDLED and base_model not in aliases and not Path(base_model).exists():
-        return base_model
-    return str(registry.resolve(base_model, aliases))
+def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
+    """The base model that PEFT will load: its name on the hub if it has one, else a folder on this machine.
+
+    Raises:
+        CheckpointError: it is on this machine, with other weights.
+    """
+    base_model, aliases = checkpoint.base_model, settings.model_aliases
+    is_local = base_model in registry.BUNDLED or base_model in aliases or Path(base_model).exists()
+    try:
+        folder = registry.resolve(base_model, aliases)
+    except (UnknownBaseModelError, InvalidRequestError):
+        if is_local:
+            raise
+        return base_model  # it need not be on this machine
+    checkpoint.require_base(folder)
+    return str(folder) if is_local else base_model
 
 
 def _missing(error: ImportError) -> MissingExtraError:

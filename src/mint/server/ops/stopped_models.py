@@ -25,6 +25,7 @@ from mint.server.store.database import OpenFor
 from mint.server.store.instances import ServerLock, visiting
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import (
+    BASE_FINGERPRINT,
     REPLAY_ACCEPTED,
     REPLAY_LOST,
     CheckpointRow,
@@ -153,7 +154,15 @@ def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: Sto
     path = _free_path(journal, row.model_id, f"recovered-{snapshot.seq_id}")
     folder = _folder_of(path)
     now = time.time()
-    manifest = Manifest(path.uri, row.base_model, row.lora, bool(row.seed_given), state.step, now)
+    manifest = Manifest(
+        path.uri,
+        row.base_model,
+        row.lora,
+        bool(row.seed_given),
+        state.step,
+        now,
+        base_fingerprint=(row.effective or {}).get(BASE_FINGERPRINT),
+    )
     with journal.storage.writing("a checkpoint", size_bytes(state)):
         checkpoint_folders.write_checkpoint(data_dir / folder, state, manifest, optimizer=True)
     size = checkpoint_folders.folder_size(data_dir / folder)

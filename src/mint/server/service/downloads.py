@@ -60,6 +60,7 @@ def _manifest_json(manifest: Manifest) -> bytes:
         "seed_given": manifest.seed_given,
         "step": manifest.step,
         "path": manifest.path,
+        "base_fingerprint": manifest.base_fingerprint,
     }
     return json.dumps(content, indent=2).encode()
 

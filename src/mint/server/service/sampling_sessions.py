@@ -21,7 +21,7 @@ from mint.server.service.sessions import Sessions
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.journal import Journal
-from mint.server.store.rows import SamplerRow
+from mint.server.store.rows import BASE_FINGERPRINT, SamplerRow
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.samplers import Samplers
 from mint.types import CreateSamplingSessionResponse, SamplerInfo, SamplingParams
@@ -131,6 +131,8 @@ class SamplingSessions:
         Raises:
             InvalidRequestError: it names neither a checkpoint nor a base model, or two that do not fit.
             NotFoundError: there is no such checkpoint that `reader` may read.
+            CheckpointError: the base model is loaded, and has other weights than when the checkpoint was trained. If it
+                is not loaded yet, the first sample says so.
             UnknownBaseModelError: there is no such base model.
         """
         session_id, number = request.session_id, request.sampling_session_seq_id
@@ -146,6 +148,9 @@ class SamplingSessions:
                 )
             root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
             base = manifest.base_model
+            info = self._base_models.loaded(base)
+            if info is not None:
+                manifest.require_base(str(info.settings[BASE_FINGERPRINT]))
             path = request.model_path
             return SamplerRow(name, session_id, base, path, found.folder, None, manifest.lora, root)
         if request.base_model is None:

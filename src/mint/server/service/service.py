@@ -464,6 +464,7 @@ class Service:
             name=name,
             folder_of=self.base_models.offered_folder,
             layers_of=self._layers_of,
+            fingerprint_of=self.base_models.fingerprint_of_folder,
             reservation=reservation,
         )
 

@@ -23,6 +23,7 @@ from mint.config import read_settings
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, ModelState
 from mint.errors import InvalidRequestError, JournalError, MintError
 from mint.models import peft_format, registry
+from mint.models.fingerprint import fingerprint, require_same_weights
 from mint.models.folder import ModelFolder
 from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from mint.models.peft_format import LayersOf
@@ -43,6 +44,8 @@ from mint.types.training import MAX_RANK, MAX_SEED
 SCRATCH_FOLDER = "tmp"
 DEFAULT_NAME = "upload"
 MAX_STEP = 2**53
+MAX_FINGERPRINT = 100
+"""Characters of the fingerprint of a base model in an upload."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class _Content:
     seed_given: bool
     state: ModelState
     notes: tuple[str, ...]
+    base_fingerprint: str
 
     @property
     def has_optimizer(self) -> bool:
@@ -70,18 +74,21 @@ def import_checkpoint(
     name: str | None = None,
     folder_of: Callable[[str], Path] | None = None,
     layers_of: LayersOf = peft_format.base_layers,
+    fingerprint_of: Callable[[Path], str] = fingerprint,
     reservation: Reservation | None = None,
 ) -> CheckpointRow:
     """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
-    `base_model` None takes the one that the lora names. `folder_of` finds a base model's folder; the default looks
-    in `MINT_MODELS`. `layers_of` finds the layers of a base model that can have a lora. A `reservation` holds what is
-    stored until the checkpoint is there, and may refuse it. The row's `user_metadata["notes"]` say what was changed on
-    the way.
+    `base_model` None takes the one that the lora names, which must have the weights on which it was trained, if the
+    archive says which. Those of a given `base_model` may be others. `folder_of` finds a base model's folder; the
+    default looks in `MINT_MODELS`. `layers_of` finds the layers of a base model that can have a lora, `fingerprint_of`
+    the fingerprint of its weights. A `reservation` holds what is stored until the checkpoint is there, and may refuse
+    it. The row's `user_metadata["notes"]` say what was changed on the way.
 
     Raises:
         InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
             may store.
+        CheckpointError: the base model that the lora names has other weights than when it was trained.
         OverloadedError: they would fill the disk up to its reserve.
         JournalError: the files cannot be stored now.
     """
@@ -94,7 +101,7 @@ def import_checkpoint(
     find = folder_of or _registered
     with report_storage_faults():
         with UntrustedFiles(source, data_dir / SCRATCH_FOLDER, before_copy=before_copy) as files:
-            content = _read(files, base_model, find, layers_of)
+            content = _read(files, base_model, find, layers_of, fingerprint_of)
         catalog = CheckpointCatalog(journal, data_dir)
         if reservation is not None:
             final_bytes = size_bytes(content.state)
@@ -120,7 +127,13 @@ def _registered(name: str) -> Path:
     return registry.resolve(name, read_settings().model_aliases)
 
 
-def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], Path], layers_of: LayersOf) -> _Content:
+def _read(
+    files: UntrustedFiles,
+    base_model: str | None,
+    find: Callable[[str], Path],
+    layers_of: LayersOf,
+    fingerprint_of: Callable[[Path], str],
+) -> _Content:
     config = peft_format.read_config(files.read(CONFIG_FILE) or b"")
     if config.rank > MAX_RANK:
         raise InvalidRequestError("is above what mint trains", field="r", value=config.rank, remedy=f"Up to {MAX_RANK}")
@@ -146,7 +159,13 @@ def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], P
         if notes:  # the moments are those of the matrices as they were before
             raise _refused(OPTIMIZER_FILE, "belongs to another lora", "Leave it out, or send an archive of mint")
         state = _read_optimizer(optimizer, whole)
-    return _Content(base_name, lora, seed_given, state, tuple(notes))
+    found = fingerprint_of(folder)
+    trained_on = None if ours is None else ours.get("base_fingerprint")
+    if base_model is None:
+        require_same_weights("this checkpoint", base_name, recorded=trained_on, found=found)
+    elif trained_on not in (None, found):
+        notes.append(f"it was trained on other weights than those of {base_name}: on those of fingerprint {trained_on}")
+    return _Content(base_name, lora, seed_given, state, tuple(notes), found)
 
 
 def _find_base(
@@ -175,7 +194,9 @@ def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
     try:
         content = json.loads(text)
         seed = content["lora"]["seed"]
+        trained_on = content.get("base_fingerprint")  # an older mint wrote none
         fine = content["format"] == ARCHIVE_FORMAT and type(seed) is int and 0 <= seed <= MAX_SEED
+        fine = fine and (trained_on is None or (isinstance(trained_on, str) and len(trained_on) <= MAX_FINGERPRINT))
         if fine and isinstance(content["base_model"], str) and isinstance(content["seed_given"], bool):
             return content
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -208,7 +229,15 @@ def _store(catalog: CheckpointCatalog, data_dir: Path, content: _Content, *, own
     now = time.time()
     path = CheckpointPath(run_id, checkpoints.TRAINING, name)
     lora = asdict(content.lora)
-    manifest = Manifest(path.uri, content.base_model, lora, content.seed_given, content.state.step, now)
+    manifest = Manifest(
+        path.uri,
+        content.base_model,
+        lora,
+        content.seed_given,
+        content.state.step,
+        now,
+        base_fingerprint=content.base_fingerprint,
+    )
     try:
         checkpoint_folders.write_checkpoint(data_dir / folder, content.state, manifest, optimizer=content.has_optimizer)
         size = checkpoint_folders.folder_size(data_dir / folder)

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from mint.engine.protocol import LoraSpec, ModelState
 from mint.errors import CheckpointError, JournalError
+from mint.models.fingerprint import require_same_weights
 from mint.models.tensor_files import write_file
 from mint.server.store.snapshot_files import read_optimizer, read_weights, reading, write_optimizer, write_weights
 
@@ -31,7 +32,11 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint's manifest.json. `files` maps file names to their SHA-256."""
+    """The content of a checkpoint's manifest.json.
+
+    `files` maps file names to their SHA-256. `base_fingerprint` is that of the base model (`models/fingerprint.py`);
+    None where an older mint saved the checkpoint.
+    """
 
     path: str
     base_model: str
@@ -40,10 +45,19 @@ class Manifest:
     step: int
     created_at: float
     files: dict[str, str] = field(default_factory=dict)
+    base_fingerprint: str | None = None
 
     @property
     def lora_spec(self) -> LoraSpec:
         return LoraSpec(**self.lora)
+
+    def require_base(self, fingerprint: str) -> None:
+        """Checks that a base model with this fingerprint has the weights on which the checkpoint was trained.
+
+        Raises:
+            CheckpointError: it has others.
+        """
+        require_same_weights(self.path, self.base_model, recorded=self.base_fingerprint, found=fingerprint)
 
 
 _MANIFEST, _LORA = TypeAdapter(Manifest), TypeAdapter(LoraSpec)

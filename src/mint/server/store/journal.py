@@ -17,6 +17,7 @@ from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import MAX_SNAPSHOTS, ROW_BYTES
 from mint.server.store.database import Database, OpenFor, Transaction, insert
 from mint.server.store.rows import (
+    BASE_FINGERPRINT,
     BASE_NUMBERS,
     FINISHED,
     STATE_BYTES,
@@ -98,7 +99,7 @@ _DESCRIBE_MODEL = """
     WHERE model_id = :model_id
 """
 _FORGET_NUMBERS = "UPDATE models SET effective = json_remove(effective, {}) WHERE model_id = :id".format(
-    ", ".join(f"'$.{name}'" for name in BASE_NUMBERS)
+    ", ".join(f"'$.{name}'" for name in (*BASE_NUMBERS, BASE_FINGERPRINT))
 )
 _DESCRIBE_RUN = "UPDATE runs SET base_model = :base_model, lora = :lora WHERE run_id = :model_id"
 _PUT_SNAPSHOT = insert(SnapshotRow, "snapshots", on_conflict="REPLACE")

@@ -1,21 +1,25 @@
 """The base models that this service offers: their folders, and what the engine knows of them.
 
 Any thread may resolve names; weights are loaded on a lane of the engine, when first needed. Names of the same folder
-share its weights.
+share its weights. The fingerprint of a base is that of the files from which it was loaded, whatever becomes of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from mint.engine.protocol import BaseInfo, Engine
-from mint.errors import NotFoundError, UnknownBaseModelError
+from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
 from mint.models import registry
+from mint.models.fingerprint import fingerprint
 from mint.models.folder import ModelFolder
 from mint.models.hub import is_hub_name
+from mint.server.store.checkpoint_folders import Manifest
+from mint.server.store.rows import BASE_FINGERPRINT
 
 
 class BaseModels:
@@ -66,12 +70,52 @@ class BaseModels:
         return str(self.folder(name))
 
     def load(self, name: str) -> BaseInfo:
-        """The engine's description of a base model, loaded if it is not yet. For the lanes of the engine."""
+        """The engine's description of a base model, loaded if it is not yet. For the lanes of the engine.
+
+        Its fingerprint is among the settings.
+        """
         key = str(self.folder(name))
         with self._loading:
             if key not in self._infos:
-                self._infos[key] = self._engine.load_base(key, key)
+                info = self._engine.load_base(key, key)
+                settings = {**info.settings, BASE_FINGERPRINT: fingerprint(Path(key))}
+                self._infos[key] = replace(info, settings=settings)
             return self._infos[key]
+
+    def fingerprint(self, name: str) -> str:
+        """The fingerprint of a base model, loaded if it is not yet. For the lanes of the engine."""
+        return str(self.load(name).settings[BASE_FINGERPRINT])
+
+    def fingerprint_of_folder(self, folder: Path) -> str:
+        """The fingerprint of the base model in a folder: of what is loaded, else of the files. Any thread may ask."""
+        info = self._infos.get(str(folder))
+        return fingerprint(folder) if info is None else str(info.settings[BASE_FINGERPRINT])
+
+    def is_base_of(self, manifest: Manifest, name: str) -> bool:
+        """Whether a base model has the weights on which a checkpoint was trained; whether it is in the same folder, if
+        an older mint saved the checkpoint. Loads it. For the lanes of the engine."""
+        if manifest.base_fingerprint is None:
+            return self.key(name) == self.key(manifest.base_model)
+        return self.fingerprint(name) == manifest.base_fingerprint
+
+    def require_base_of(self, manifest: Manifest, name: str) -> None:
+        """Checks `is_base_of`.
+
+        Raises:
+            UnknownBaseModelError: there is no such base model.
+            InvalidRequestError: it is another one than that of the checkpoint.
+            CheckpointError: it is that one by name, and has other weights than when the checkpoint was trained.
+        """
+        if self.is_base_of(manifest, name):
+            return
+        if name == manifest.base_model:
+            manifest.require_base(self.fingerprint(name))
+        raise InvalidRequestError(
+            f"does not fit the checkpoint, which was saved from {manifest.base_model}",
+            field="base_model",
+            value=name,
+            remedy="Leave it out",
+        )
 
     def loaded(self, name: str) -> BaseInfo | None:
         """The engine's description of a base model; None while it is not loaded."""

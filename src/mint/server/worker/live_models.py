@@ -27,7 +27,7 @@ from mint.engine.protocol import (
 )
 from mint.errors import InvalidRequestError, StepRefusedError
 from mint.server.store.checkpoint_folders import Manifest
-from mint.server.store.rows import STATE_BYTES
+from mint.server.store.rows import BASE_FINGERPRINT, STATE_BYTES
 from mint.server.worker import validation
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.failed_passes import FailedPasses, data_digest
@@ -76,6 +76,11 @@ class LiveModel:
         self.skipped_steps = self.skipped_steps + 1 if metrics[SKIPPED] else 0
         where = "all losses were finite" if first is None else f"the first loss that is not finite is that of {first}"
         self.skip_reason = f"grad_norm = {metrics['grad_norm']:g}, {where}"
+
+    @property
+    def base_fingerprint(self) -> str:
+        """That of the base model in the engine."""
+        return str(self.base.settings[BASE_FINGERPRINT])
 
     @property
     def is_published(self) -> bool:
@@ -230,24 +235,30 @@ class LiveModels:
                 remedy="Lower learning_rate, set grad_clip_norm=1, and look at that datum",
             )
 
-    def load(
-        self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState, *, like: str | None = None
-    ) -> str:
-        """Puts the state of a checkpoint into a model of the same shape; returns the digest of the new state in the
-        form of `like`.
+    def require_fits(self, model_id: str, manifest: Manifest) -> None:
+        """Checks that a model can take the state of a checkpoint.
 
         Raises:
             InvalidRequestError: the checkpoint is of another base model, or of other lora matrices.
+            CheckpointError: its base model has other weights now.
         """
         live = self._models[model_id]
         shape, saved = _shape(live.lora), _shape(manifest.lora_spec)
-        if shape != saved or self.bases.key(live.base_model) != self.bases.key(manifest.base_model):
+        is_on_its_base = self.bases.is_base_of(manifest, live.base_model)
+        if not is_on_its_base and live.base_model == manifest.base_model:
+            manifest.require_base(self.bases.fingerprint(live.base_model))
+        if shape != saved or not is_on_its_base:
             raise InvalidRequestError(
                 f"was saved from {manifest.base_model} with {saved}, but this model is {live.base_model} with {shape}",
                 field="path",
                 value=manifest.path,
                 remedy="Use create_training_client_from_state, which makes a model of the checkpoint's own shape",
             )
+
+    def load(self, model_id: str, seq_id: int, state: ModelState, *, like: str | None = None) -> str:
+        """Puts the state of a checkpoint that fits (`require_fits`) into a model; returns the digest of the new state
+        in the form of `like`."""
+        live = self._models[model_id]
         self.engine.write_state(model_id, state)
         live.failed_passes = FailedPasses()
         live.first_not_finite = None

@@ -1,7 +1,7 @@
 """Brings a model back after a restart: its newest good snapshot, then the finished requests since, bit for bit.
 
 A replay is checked: the digest of every step and the logprobs of every pass must equal those that were acknowledged.
-The base model must have the dtype, the quantization and the kernels with which the model was trained. If something
+The base model must have the weights, dtype, quantization and kernels with which the model was trained. If something
 differs, that model stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the
 worker's thread only.
 """
@@ -29,6 +29,7 @@ from mint.server.queue.jobs import Decode
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
 from mint.server.store.rows import (
+    BASE_FINGERPRINT,
     REPLAY_ACCEPTED,
     REPLAY_LOST,
     STATE_BYTES,
@@ -136,7 +137,7 @@ class Recovery:
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
-        if base_numbers(row.effective) is None or STATE_BYTES not in (row.effective or {}):
+        if base_numbers(row.effective) is None or not {STATE_BYTES, BASE_FINGERPRINT} <= (row.effective or {}).keys():
             # The operator has accepted the numbers of now, or an older mint wrote the row.
             self._journal.set_effective(row.model_id, created["effective"])
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
@@ -214,8 +215,10 @@ class Recovery:
             case LoadWeightsRequest() as request:
                 # For any reader: this one was allowed to when the request ran.
                 row = checkpoints.find_checkpoint(self._journal, request.path, reader=None)
-                saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
-                return job.digest, self._models.load(job.model_id, job.seq_id, *saved, like=job.digest)
+                # It fitted the model when the request ran, and the model is on the same base, or on one that the
+                # operator has accepted (`require_same_numbers`).
+                _, saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
+                return job.digest, self._models.load(job.model_id, job.seq_id, saved, like=job.digest)
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
 

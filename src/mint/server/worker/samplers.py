@@ -299,7 +299,8 @@ class Samplers:
         If not, the model stops, too: so an operator can decide about both with `mint recover`.
 
         Raises:
-            RecoveryDivergedError: the dtype, the quantization or the set of kernels of the base model is another.
+            RecoveryDivergedError: the weights, the dtype, the quantization or the set of kernels of the base model are
+                others.
         """
         model = None if row.model_id is None else self._journal.model(row.model_id)
         if model is None:
@@ -317,7 +318,8 @@ class Samplers:
             with reading(f"the sampler {row.sampler_id}", remedy="Save the weights for sampling again"):
                 return read_weights(self._data_dir / row.file, must_be_sealed=row.sha256 is not None)
         # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
-        _, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
+        manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
+        manifest.require_base(self._bases.fingerprint(row.base_model))
         return dict(state.weights)
 
     def _keep_row(self, row: SamplerRow) -> None:

@@ -299,22 +299,16 @@ class Trainer:
         manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
         # Each load writes a snapshot, which has the weights and two moments.
         self._require_space(3 * sum(array.nbytes for array in state.weights.values()))
-        key = self._bases.key
-        if request.base_model is not None and key(request.base_model) != key(manifest.base_model):
-            raise InvalidRequestError(
-                f"does not fit the checkpoint, which was saved from {manifest.base_model}",
-                field="base_model",
-                value=request.base_model,
-                remedy="Leave it out",
-            )
+        base_model = manifest.base_model if request.base_model is None else request.base_model
+        if job.seq_id == 0 or request.base_model is not None:
+            self._bases.require_base_of(manifest, base_model)
         created: dict[str, Any] = {}
         if job.seq_id == 0:
-            self._make_room(job, manifest.base_model, manifest.lora_spec)
-            columns = self.models.create(
-                job.model_id, manifest.base_model, manifest.lora_spec, seed_given=manifest.seed_given
-            )
+            self._make_room(job, base_model, manifest.lora_spec)
+            columns = self.models.create(job.model_id, base_model, manifest.lora_spec, seed_given=manifest.seed_given)
             created = {"model": columns}
-        digest = self.models.load(job.model_id, job.seq_id, manifest, state)
+        self.models.require_fits(job.model_id, manifest)
+        digest = self.models.load(job.model_id, job.seq_id, state)
         history = self.models[job.model_id].snapshots
         read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=True)
@@ -381,7 +375,15 @@ class Trainer:
         # A name made of the request: run again after a crash, it writes to the same folder and leaves no orphan.
         folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, f'{job.model_id}/{job.seq_id}')}"
         now = time.time()
-        manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
+        manifest = Manifest(
+            path.uri,
+            live.base_model,
+            asdict(live.lora),
+            live.seed_given,
+            state.step,
+            now,
+            base_fingerprint=live.base_fingerprint,
+        )
         with self._journal.storage.writing("a checkpoint", size):
             checkpoint_folders.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
         row = CheckpointRow(
