@@ -8,7 +8,7 @@ import pytest
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.models import registry
-from mint.models.registry import available, resolve
+from mint.models.registry import available, recorded_name, resolve
 
 
 @pytest.fixture
@@ -125,3 +125,35 @@ def test_a_model_in_the_hugging_face_cache_is_found_without_a_network(
     folder.rename(repo / "snapshots" / ("0" * 40))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert resolve("acme/small", {}) == repo / "snapshots" / ("0" * 40)
+
+
+def test_an_unknown_name_that_may_be_a_folder_or_a_model_of_the_hub_is_told_both() -> None:
+    with pytest.raises(UnknownBaseModelError) as caught:
+        resolve("m/c-one", {})
+    text = str(caught.value)
+    assert "If it is a model of the hub" in text and "`mint models pull m/c-one`" in text
+    assert "If it is a Hugging Face folder or a .gguf file" in text and "working directory" in text
+
+
+@pytest.mark.parametrize("spelling", ["m/x", "./m/x", "m/../m/x", "~/m/x", "{}/m/x", "link"])
+def test_a_folder_is_stored_as_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    (tmp_path / "m" / "x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "m" / "x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert recorded_name(spelling.format(tmp_path), {}) == str(tmp_path / "m" / "x")
+
+
+def test_a_gguf_file_is_stored_as_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert recorded_name("./a.gguf", {}) == str(tmp_path / "a.gguf")
+
+
+def test_other_names_are_stored_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    for name in ("mint/tiny", "acme/nothing", "x" * 500, "a\0b", "../nowhere"):
+        assert recorded_name(name, {}) == name
+    assert recorded_name("model", {"model": "mint/tiny"}) == "model"  # an alias comes before a folder

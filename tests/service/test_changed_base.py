@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mint.cli.main import app
 from mint.compose.export import export_checkpoint
-from mint.errors import CheckpointError, RecoveryDivergedError
+from mint.errors import CheckpointError, RecoveryDivergedError, UnknownBaseModelError
 from mint.models.fingerprint import fingerprint
 from mint.models.peft_format import write_peft
 from mint.models.registry import BUNDLED
@@ -285,3 +285,49 @@ def test_an_archive_is_taken_back_on_other_weights_only_for_a_base_that_is_named
     assert any(trained_on in note for note in other.user_metadata["notes"])
     assert read_manifest(data_dir / other.folder).base_fingerprint == fingerprint(base)
     journal.close()
+
+
+def test_a_folder_may_be_named_from_another_working_directory_afterwards(
+    data_dir: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training, sampling = saved(data_dir, "./base")
+    assert read_manifest(folder_of(data_dir, training)).base_model == str(base)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    harness = Harness(open_service(data_dir))
+    for number, spelling in enumerate(["../base", str(base)]):
+        model_id = make_model(harness, spelling, number)
+        harness.run("load_weights", model_id, 1, {"path": training, "optimizer": True, "base_model": spelling})
+    load_new(harness, training)
+    harness.sample(make_sampler(harness, path=sampling), 0)
+    harness.service.stop()
+
+
+def test_a_sampler_of_a_relative_folder_is_the_one_of_its_absolute_path(
+    data_dir: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    harness = Harness(open_service(data_dir))
+    names = set()
+    for spelling in ("base", "./base", str(base), "base"):  # the same request again, spelled otherwise
+        body = {"session_id": harness.session_id, "sampling_session_seq_id": 0, "base_model": spelling}
+        made = harness.service.sampling_sessions.create(harness.caller, json.dumps(body).encode())
+        names.add(made.sampling_session_id)
+        assert harness.service.sampling_sessions.info(harness.caller, made.sampling_session_id).base_model == str(base)
+    assert len(names) == 1
+    harness.service.stop()
+
+
+def test_an_offered_folder_may_be_asked_for_as_it_is_offered_and_by_its_absolute_path(
+    data_dir: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, tmp_path / "secret")
+    harness = Harness(open_service(data_dir, offered=["./base"]))
+    for number, spelling in enumerate(["./base", str(base)]):
+        make_model(harness, spelling, number)
+    assert harness.service.base_models.names == ["./base"]
+    refusal = failure(lambda: make_model(harness, "secret", 2))
+    assert isinstance(refusal, UnknownBaseModelError) and str(tmp_path) not in str(refusal)  # not whether it is there
+    harness.service.stop()

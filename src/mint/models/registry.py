@@ -85,6 +85,17 @@ def resolve(name: str, aliases: Mapping[str, str], *, config_alone: bool = False
     return folder
 
 
+def recorded_name(name: str, aliases: Mapping[str, str]) -> str:
+    """The name under which a base model is stored, so that it means the same in another working directory.
+
+    Of a folder or GGUF file it is the absolute path, without links; an alias and a name of the hub stay as they are.
+    """
+    if name in aliases or name in BUNDLED:
+        return name
+    path = _local_folder(name) or _gguf_file(name)
+    return name if path is None else str(path)
+
+
 def _refuse_adapter(name: str, folder: Path) -> None:
     """For a folder that PEFT has written: it has a LoRA, and names the base model that it belongs to."""
     if not (folder / CONFIG_FILE).is_file() or (folder / "config.json").is_file():
@@ -118,7 +129,10 @@ def _is_path(target: str) -> bool:
 
 def _not_there(name: str, target: str) -> UnknownBaseModelError:
     if not _is_path(target):
-        remedy = f"Download it with `mint models pull {target}`, or let MINT_MODELS name a folder or a .gguf file"
+        remedy = (
+            f"If {target} is a model of the hub, download it with `mint models pull {target}`. If it is a folder or a "
+            ".gguf file, let MINT_MODELS give its absolute path"
+        )
         return UnknownBaseModelError(
             f"stands for {target}, which is not on this machine", field="base_model", value=name, remedy=remedy
         )
@@ -149,8 +163,9 @@ def is_bundled_name(name: str) -> bool:
 def _how_to_add(name: str) -> str:
     wanted = name if _HUB_NAME.fullmatch(name) and name[0] != "." else "NAME"
     return (
-        f"Download it with `mint models pull {wanted}`, or add one with MINT_MODELS=name=path "
-        "(a Hugging Face folder or a .gguf file)"
+        f"If it is a model of the hub, download it with `mint models pull {wanted}`. If it is a Hugging Face folder or "
+        "a .gguf file, there is none of this name in the working directory of mint: give its absolute path, or a name "
+        "with MINT_MODELS=name=path"
     )
 
 
@@ -225,13 +240,17 @@ def _local_folder(target: str) -> Path | None:
         return None
 
 
-def _from_gguf(target: str) -> Path | None:
+def _gguf_file(target: str) -> Path | None:
     try:
         path = Path(target).expanduser().resolve()
-        is_file = path.suffix == ".gguf" and path.is_file()
+        return path if path.suffix == ".gguf" and path.is_file() else None
     except (OSError, ValueError, RuntimeError):
         return None
-    return gguf_folder(path) if is_file else None
+
+
+def _from_gguf(target: str) -> Path | None:
+    file = _gguf_file(target)
+    return None if file is None else gguf_folder(file)
 
 
 def hub_settings() -> Any:

@@ -145,11 +145,13 @@ def _replaced_by_checkpoint(config: RunConfig, base_model: str, rank: int) -> li
     """A sentence for each given setting of the model that differs from that of the checkpoint `init_from`."""
     if config.init_from is None:
         return []
-    found = (("base_model", base_model), ("rank", rank))
+    absolute = str(Path(config.base_model).expanduser().resolve())  # the service stores the path of a folder so
+    base_models = (config.base_model, absolute)
+    found = (("base_model", base_model, base_model in base_models), ("rank", rank, rank == config.rank))
     return [
         f"{name} = {getattr(config, name)} has no effect beside init_from, whose checkpoint has {value}"
-        for name, value in found
-        if name in config.model_fields_set and getattr(config, name) != value
+        for name, value, is_same in found
+        if name in config.model_fields_set and not is_same
     ]
 
 

@@ -42,7 +42,9 @@ def load_lora(service: Service, caller: Caller, request: LoadLoraRequest) -> str
         raise NotFoundError(
             "is no checkpoint here", field="lora_path", value=path, remedy="See GET /v1/models"
         ) from error
-    if request.base_model_name not in (None, found.base_model):
+    recorded_name = service.base_models.recorded_name
+    given = request.base_model_name
+    if given is not None and recorded_name(given) != recorded_name(found.base_model):
         problem = f"is not the base model of the checkpoint, which is {found.base_model}"
         value = request.base_model_name
         raise InvalidRequestError(problem, field="base_model_name", value=value, remedy="Leave it out")

@@ -85,7 +85,7 @@ class SamplingSessions:
                 row = self._new_row(name, request, reader=caller.owner)
                 self._journal_use.add_record(caller.owner, 0, caller.quotas.max_journal_bytes)
                 self._journal.add_sampler(row)
-            elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
+            elif existing.model_path != request.model_path or not self._is_same_base(request, existing.base_model):
                 raise ConflictError(
                     "was used before by another request",
                     field="sampling_session_seq_id",
@@ -139,7 +139,7 @@ class SamplingSessions:
         if request.model_path is not None:
             found = find_checkpoint(self._journal, request.model_path, reader=reader)
             manifest = read_manifest(self._data_dir / found.folder)
-            if request.base_model not in (None, manifest.base_model):
+            if not self._is_same_base(request, manifest.base_model):
                 raise InvalidRequestError(
                     f"does not fit the checkpoint, which was saved from {manifest.base_model}",
                     field="base_model",
@@ -147,7 +147,7 @@ class SamplingSessions:
                     remedy="Leave it out",
                 )
             root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
-            base = manifest.base_model
+            base = self._base_models.recorded_name(manifest.base_model)
             info = self._base_models.loaded(base)
             if info is not None:
                 manifest.require_base(str(info.settings[BASE_FINGERPRINT]))
@@ -157,9 +157,15 @@ class SamplingSessions:
             raise InvalidRequestError(
                 "is missing", field="model_path", value="(none)", remedy="Give model_path or base_model"
             )
-        self._base_models.folder(request.base_model)  # raises for an unknown name
+        base = self._base_models.require(request.base_model)
         # the seed of the first model of the session that was given one
         models = self._journal.models_of(session_id)
         seeds = [row.lora["seed"] for row in models if row.seed_given is True and row.lora is not None]
         root = seed_root(seeds[0] if seeds else None, number)
-        return SamplerRow(name, session_id, request.base_model, None, None, None, None, root)
+        return SamplerRow(name, session_id, base, None, None, None, None, root)
+
+    def _is_same_base(self, request: CreateSamplingSessionRequest, base_model: str) -> bool:
+        """Whether a request names this base model, in any spelling of its path, or none."""
+        if request.base_model in (None, base_model):
+            return True
+        return self._base_models.recorded_name(request.base_model) == self._base_models.recorded_name(base_model)

@@ -462,7 +462,7 @@ class Service:
             owner=caller.owner,
             base_model=base_model,
             name=name,
-            folder_of=self.base_models.offered_folder,
+            base_of=self.base_models.offered_base,
             layers_of=self._layers_of,
             fingerprint_of=self.base_models.fingerprint_of_folder,
             reservation=reservation,

@@ -72,7 +72,7 @@ def import_checkpoint(
     owner: str,
     base_model: str | None = None,
     name: str | None = None,
-    folder_of: Callable[[str], Path] | None = None,
+    base_of: Callable[[str], tuple[str, Path]] | None = None,
     layers_of: LayersOf = peft_format.base_layers,
     fingerprint_of: Callable[[Path], str] = fingerprint,
     reservation: Reservation | None = None,
@@ -80,10 +80,10 @@ def import_checkpoint(
     """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
     `base_model` None takes the one that the lora names, which must have the weights on which it was trained, if the
-    archive says which. Those of a given `base_model` may be others. `folder_of` finds a base model's folder; the
-    default looks in `MINT_MODELS`. `layers_of` finds the layers of a base model that can have a lora, `fingerprint_of`
-    the fingerprint of its weights. A `reservation` holds what is stored until the checkpoint is there, and may refuse
-    it. The row's `user_metadata["notes"]` say what was changed on the way.
+    archive says which. Those of a given `base_model` may be others. `base_of` finds the name to store and the folder of
+    a base model; the default looks in `MINT_MODELS`. `layers_of` finds the layers of a base model that can have a lora,
+    `fingerprint_of` the fingerprint of its weights. A `reservation` holds what is stored until the checkpoint is there,
+    and may refuse it. The row's `user_metadata["notes"]` say what was changed on the way.
 
     Raises:
         InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
@@ -98,7 +98,7 @@ def import_checkpoint(
             reservation.hold(reservation.stored_bytes, size_bytes)
 
     name = checkpoints.check_name(name or DEFAULT_NAME)
-    find = folder_of or _registered
+    find = base_of or _registered
     with report_storage_faults():
         with UntrustedFiles(source, data_dir / SCRATCH_FOLDER, before_copy=before_copy) as files:
             content = _read(files, base_model, find, layers_of, fingerprint_of)
@@ -123,14 +123,15 @@ def report_storage_faults() -> Generator[None]:
         raise
 
 
-def _registered(name: str) -> Path:
-    return registry.resolve(name, read_settings().model_aliases)
+def _registered(name: str) -> tuple[str, Path]:
+    aliases = read_settings().model_aliases
+    return registry.recorded_name(name, aliases), registry.resolve(name, aliases)
 
 
 def _read(
     files: UntrustedFiles,
     base_model: str | None,
-    find: Callable[[str], Path],
+    find: Callable[[str], tuple[str, Path]],
     layers_of: LayersOf,
     fingerprint_of: Callable[[Path], str],
 ) -> _Content:
@@ -169,14 +170,15 @@ def _read(
 
 
 def _find_base(
-    given: str | None, ours: Mapping[str, Any] | None, named: str, find: Callable[[str], Path]
+    given: str | None, ours: Mapping[str, Any] | None, named: str, find: Callable[[str], tuple[str, Path]]
 ) -> tuple[str, Path]:
-    """The name and folder of the base model: the given one, else the one of mint.json or adapter_config.json."""
+    """The name to store and the folder of the base model: the given one, else the one of mint.json or
+    adapter_config.json."""
     in_file = ["" if ours is None else str(ours["base_model"]), named]
     candidates = [name for name in ([given] if given is not None else in_file) if name != ""]
     for name in candidates:
         try:
-            return name, find(name)
+            return find(name)
         except MintError:
             continue
     raise InvalidRequestError(

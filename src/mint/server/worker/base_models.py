@@ -30,6 +30,7 @@ class BaseModels:
         self._engine = engine
         self._aliases = dict(aliases)
         self._offered = None if offered is None else frozenset(offered)
+        self._accepted = frozenset({*(offered or ()), *map(self.recorded_name, offered or ())})
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, BaseInfo] = {}
         self._loading = threading.Lock()
@@ -41,28 +42,45 @@ class BaseModels:
             UnknownBaseModelError: there is no such model.
             InvalidRequestError: its folder is incomplete.
         """
-        if self._offered is not None and name not in self._offered:
+        if self._offered is not None and name not in self._accepted:
             raise UnknownBaseModelError(
                 f"is not a base model of this server; it offers {', '.join(self.names)}",
                 field="base_model",
                 value=name,
                 remedy="Name one of these, or have it added: mint serve --model NAME[=PATH]",
             )
-        if name not in self._folders:
-            self._folders[name] = registry.resolve(name, self._aliases)
-        return self._folders[name]
+        if name in self._folders:
+            return self._folders[name]
+        folder = registry.resolve(name, self._aliases)
+        if name in self._accepted or self.recorded_name(name) == name:  # another one may mean something else later
+            self._folders[name] = folder
+        return folder
 
-    def offered_folder(self, name: str) -> Path:
-        """The folder of a base model that an uploaded file names: it must not make the server read other folders.
+    def recorded_name(self, name: str) -> str:
+        """The name under which a base model is stored: of a folder or file its absolute path."""
+        return registry.recorded_name(name, self._aliases)
+
+    def require(self, name: str) -> str:
+        """The `recorded_name` of a base model that a request names.
+
+        Raises:
+            UnknownBaseModelError, InvalidRequestError: as `folder`, with the name as it was given.
+        """
+        self.folder(name)
+        return self.recorded_name(name)
+
+    def offered_base(self, name: str) -> tuple[str, Path]:
+        """The `recorded_name` and the folder of a base model that an uploaded file names: it must not make the server
+        read other folders.
 
         Raises:
             NotFoundError: no offered base model has this name or this folder.
         """
-        if name in self.names or is_hub_name(name):
-            return self.folder(name)
+        if name in self.names or name in self._accepted or is_hub_name(name):
+            return self.require(name), self.folder(name)
         for offered in self.names:
             if self.key(offered) == name:
-                return self.folder(offered)
+                return self.require(offered), self.folder(offered)
         raise NotFoundError("is not offered here", field="base_model", value=name)
 
     def key(self, name: str) -> str:
@@ -98,8 +116,8 @@ class BaseModels:
             return self.key(name) == self.key(manifest.base_model)
         return self.fingerprint(name) == manifest.base_fingerprint
 
-    def require_base_of(self, manifest: Manifest, name: str) -> None:
-        """Checks `is_base_of`.
+    def require_base_of(self, manifest: Manifest, name: str) -> str:
+        """Checks `is_base_of`; returns the `recorded_name`.
 
         Raises:
             UnknownBaseModelError: there is no such base model.
@@ -107,8 +125,8 @@ class BaseModels:
             CheckpointError: it is that one by name, and has other weights than when the checkpoint was trained.
         """
         if self.is_base_of(manifest, name):
-            return
-        if name == manifest.base_model:
+            return self.recorded_name(name)
+        if self.recorded_name(name) == self.recorded_name(manifest.base_model):
             manifest.require_base(self.fingerprint(name))
         raise InvalidRequestError(
             f"does not fit the checkpoint, which was saved from {manifest.base_model}",

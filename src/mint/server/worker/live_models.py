@@ -245,7 +245,7 @@ class LiveModels:
         live = self._models[model_id]
         shape, saved = _shape(live.lora), _shape(manifest.lora_spec)
         is_on_its_base = self.bases.is_base_of(manifest, live.base_model)
-        if not is_on_its_base and live.base_model == manifest.base_model:
+        if not is_on_its_base and live.base_model == self.bases.recorded_name(manifest.base_model):
             manifest.require_base(self.bases.fingerprint(live.base_model))
         if shape != saved or not is_on_its_base:
             raise InvalidRequestError(

@@ -277,8 +277,9 @@ class Trainer:
         config = validation.check_lora(request.lora_config)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
-        self._make_room(job, request.base_model, spec)
-        columns = self.models.create(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
+        base_model = self._bases.require(request.base_model)
+        self._make_room(job, base_model, spec)
+        columns = self.models.create(job.model_id, base_model, spec, seed_given=config.seed is not None)
         return _Success(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
     def _make_room(self, job: TrainingJob, base_model: str, spec: LoraSpec) -> None:
@@ -299,9 +300,9 @@ class Trainer:
         manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
         # Each load writes a snapshot, which has the weights and two moments.
         self._require_space(3 * sum(array.nbytes for array in state.weights.values()))
-        base_model = manifest.base_model if request.base_model is None else request.base_model
+        base_model = manifest.base_model
         if job.seq_id == 0 or request.base_model is not None:
-            self._bases.require_base_of(manifest, base_model)
+            base_model = self._bases.require_base_of(manifest, request.base_model or manifest.base_model)
         created: dict[str, Any] = {}
         if job.seq_id == 0:
             self._make_room(job, base_model, manifest.lora_spec)
