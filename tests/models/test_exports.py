@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
-from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_qwen_with_images
+from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_other_model, write_qwen_with_images
 from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
@@ -18,7 +19,7 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.hf_format import write_gguf_ready, write_merged
-from mint.models.peft_format import PeftConfig, base_layers, read_config, read_weights, write_peft
+from mint.models.peft_format import PeftConfig, base_layers, config_json, read_config, read_weights, write_peft
 from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
 
 PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(parts)]
@@ -108,6 +109,66 @@ def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     assert np.abs(plain - theirs).max() > 0.1  # the lora does something
     _, back = _read(tmp_path / "adapter", tmp_path / "base")
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
+
+
+ODD_NAMES: dict[str, dict[str, Any]] = {
+    # the last part of some names is a number
+    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+                     "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
+                     "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+               "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24,
+               "mamba_ngroups": 1, "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8,
+               "use_shared_attention_adapter": True, "head_dim": None},
+    # dense MLPs beside experts that are in one tensor
+    "ernie4_5_moe": {"moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2,
+                     "moe_intermediate_size": 16},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16},
+    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
+                      "zero_expert_num": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "head_dim": 8,
+                      "qk_nope_head_dim": 8, "v_head_dim": 8, "num_layers": 2, "num_key_value_heads": None},
+}  # fmt: skip
+"""Families on transformers in which the last name of a layer does not say which layer it is."""
+
+
+@pytest.mark.parametrize("family", ODD_NAMES)
+def test_peft_finds_each_lora_where_last_names_of_layers_are_not_enough(tmp_path: Path, family: str) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
+    base = write_other_model(tmp_path / "base", family, **ODD_NAMES[family])
+    engine, lora = _train(tmp_path / "base", (True, True, True))
+    weights = engine.read_state("m").weights
+    write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
+    plain = _theirs(base)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert np.abs(_ours(engine) - _theirs(adapted)).max() <= 1e-4
+    assert np.abs(plain - _theirs(adapted)).max() > 0.1  # the lora does something
+    found = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert {name.removeprefix("base_model.model.").replace(".default", "") for name in found} == weights.keys()
+
+
+def _targets(*modules: str) -> tuple[list[str], list[str]]:
+    """`target_modules` and `target_parameters` of a lora on these layers."""
+    config = json.loads(config_json(modules, rank=4, alpha=32.0, base_model=""))
+    return config["target_modules"], config.get("target_parameters", [])
+
+
+def test_a_name_that_ends_in_a_number_is_exported_with_the_name_before_it() -> None:
+    assert _targets("h.0.ffn.0", "h.0.ffn.2", "h.1.q_proj") == (["ffn.0", "ffn.2", "q_proj"], [])
+    assert _targets("layers.1.adapters.0.1") == (["adapters.0.1"], [])
+    assert _targets("lm_head") == (["lm_head"], [])
+
+
+def test_mlps_are_parameters_where_other_layers_may_have_experts() -> None:
+    layers = ("model.layers.0", "model.layers.1")
+    attention, gates = [f"{layer}.self_attn.q_proj" for layer in layers], [f"{layer}.mlp.gate_proj" for layer in layers]
+    assert _targets(*attention, *gates) == (["gate_proj", "q_proj"], [])
+    assert _targets(*attention, gates[0]) == (["q_proj"], [f"{gates[0]}.weight"])
+    in_lists = [f"{layer}.mlps.{place}.gate_proj" for layer in layers for place in (0, 1)]
+    assert _targets(*attention, *in_lists) == (["q_proj"], [f"{name}.weight" for name in in_lists])
+    experts = [f"model.layers.{layer}.mlp.experts.{place}.gate_proj" for layer in (0, 1) for place in (0, 1)]
+    assert _targets(*attention, *experts) == (["gate_proj", "q_proj"], [])
 
 
 @pytest.mark.parametrize(("family", "shape"), list(itertools.product(QWENS_WITH_IMAGES, ["tied", "untied"])))

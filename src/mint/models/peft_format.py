@@ -42,6 +42,15 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
 """The last names of layers that PEFT takes for those of experts, wherever they are in a mixture."""
 
+_MIXTURE = re.compile(r"expert|shared_mlp|\.N\..*\.N\.", re.ASCII)
+"""What the path of an MLP has in it if its model has experts; N are numbers."""
+
+_LAST_NAME = re.compile(r"[^.]+(?:\.\d+)*$", re.ASCII)
+"""The last name of a path. A number has the name before it, too: `0` alone would also name `model.layers.0`."""
+
+_LAYER_PATH = re.compile(r".*?\.\d+(?=\.)", re.ASCII)
+"""The path of the model's layer that a linear layer is in, such as `model.layers.0`."""
+
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """The tensors of experts that are stacked, as `target_parameters`: PEFT wraps the module first for one, then for the
 other, so that the first one's lora has `base_layer` in its name."""
@@ -122,7 +131,7 @@ def config_json(
     layers that have a lora."""
     modules = sorted(modules)
     beside = _beside_experts(modules, has_experts=bool(parameters))
-    named = {name.rsplit(".", 1)[-1] for name in modules if name not in beside}
+    named = {_last_name(name) for name in modules if name not in beside}
     whole = [*parameters, *(f"{name}.weight" for name in beside)]
     config = {
         "peft_type": "LORA",
@@ -192,13 +201,35 @@ def _beside_experts(modules: Sequence[str], *, has_experts: bool) -> list[str]:
 
     By their last names as `target_modules`, PEFT would take them for the experts. As `target_parameters` it finds them.
     """
-    kinds: dict[str, set[str]] = {}
-    for name in modules:
-        kinds.setdefault(name.rsplit(".", 1)[-1], set()).add(_NUMBER.sub("N", name))
-    mlps = [found for last, found in kinds.items() if last in _EXPERT_LAYERS]
-    if not has_experts and not any(len(found) > 1 or "expert" in str(found) for found in mlps):
+    if not (has_experts or _show_experts(modules)):
         return []
     return [name for name in modules if name.endswith(_EXPERT_LAYERS) and not _EXPERT.search(name)]
+
+
+def _show_experts(modules: Sequence[str]) -> bool:
+    """Whether names show that the model has experts, which may be in one tensor and have no lora.
+
+    They do if MLPs have names of several kinds, if one name says so (Hunyuan's `shared_mlp`), if a layer has a list of
+    MLPs (LongCat-Flash), or if some layers have a lora on an MLP, and others only elsewhere (ERNIE 4.5, whose first
+    layers are dense).
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in modules:
+        kinds.setdefault(_last_name(name), set()).add(_NUMBER.sub("N", name))
+    mlps = [kinds[last] for last in _EXPERT_LAYERS if last in kinds]
+    if any(len(found) > 1 or _MIXTURE.search(min(found)) for found in mlps):
+        return True
+    dense = _layer_paths(name for name in modules if name.endswith(".gate_proj"))
+    return bool(dense) and dense != _layer_paths(modules)
+
+
+def _layer_paths(modules: Iterable[str]) -> set[str]:
+    return {match[0] for match in map(_LAYER_PATH.match, modules) if match is not None}
+
+
+def _last_name(module: str) -> str:
+    match = _LAST_NAME.search(module)
+    return module if match is None else match[0]
 
 
 def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
