@@ -1,19 +1,22 @@
 """A base model on the modules of transformers: every causal language model that `AutoModelForCausalLM` loads.
 
 Correctness comes before speed: what a model's cache and its batches can do is measured when it is loaded
-(`transformers_measurements`), and shown among the settings of `get_info`. No prompt is shared with other jobs.
+(`transformers_measurements`), and so is how far sampler and trainer differ (`sampler_difference`). The settings of
+`get_info` have both. No prompt is shared with other jobs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
 
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_micro_batches
 from mint.engine.bases.cache_sizes import CacheSizes
+from mint.engine.bases.sampler_difference import largest_logprob_difference
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
 from mint.engine.bases.transformers_sampler import TransformersSampler
@@ -67,7 +70,7 @@ class TransformersBase(BaseModel):
         self._cache_budget = fit_budget(measured.cache_cost, chosen_bytes=caches.kv_cache, free_bytes=free)
         limit_mib = self._cache_budget.limit_bytes >> 20
         log.info("%s: caches of at most %d MiB, of %s that is free (MINT_KV_CACHE_MIB)", name, limit_mib, in_mib(free))
-        settings = {
+        settings: dict[str, Any] = {
             "engine": "torch",
             "implementation": "transformers",
             "model_class": decoder.class_name,
@@ -83,18 +86,24 @@ class TransformersBase(BaseModel):
             "recompute": RECOMPUTE[micro_batching.recompute],
             "sampling_cache": self._cache_use.value,
             "kv_cache_mib": limit_mib,
-            "sampler_trainer_logit_difference": measured.logit_difference,
             "path": str(folder.path),
         }
         ends = folder.eos_token_ids
         info = BaseInfo(name, decoder.arch, decoder.vocab_size, decoder.context_length, ends, settings)
         super().__init__(decoder, info, micro_batching)
+        longest = decoder.context_length
+        if decoder.rotation_switch is not None:  # a sequence that grows beyond it differs in its earlier tokens
+            longest = min(longest, decoder.rotation_switch)
+        # A sampler of its own: its tokens are not among the counters.
+        sampler = TransformersSampler(decoder, self._cache_use, self._cache_budget, dict.fromkeys(COUNTERS, 0))
+        difference = largest_logprob_difference(self, sampler, weight_bytes=decoder.weight_bytes, longest=longest)
+        settings["sampler_trainer_logit_difference"] = difference
         log.info(
-            "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's",
+            "%s runs on %s of transformers: cache %s, sampler's logprobs %s",
             name,
             decoder.class_name,
             self._cache_use.value,
-            measured.logit_difference,
+            "not compared" if difference is None else f"up to {difference:.1e} from the trainer's, as measured",
         )
 
     def open_sampler(self) -> TransformersSampler:

@@ -45,12 +45,10 @@ _FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErr
 
 @dataclass(frozen=True)
 class Measurements:
-    """`logit_difference` is the largest between the sampler's logits and those of training; `micro_batch_rows` is 1
-    where sequences must be trained one at a time. `cache_cost` is 0 without a cache."""
+    """`micro_batch_rows` is 1 where sequences must be trained one at a time. `cache_cost` is 0 without a cache."""
 
     cache_use: CacheUse
     cache_cost: CacheCost
-    logit_difference: float
     micro_batch_rows: int
 
 
@@ -69,9 +67,9 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
         raise InvalidRequestError(
             "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
         )
-    cache_use, difference = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
+    cache_use = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
     cost = CacheCost(0, 0) if cache_use is CacheUse.NONE else _measure_cost(decoder, tokens.to(decoder.device))
-    return Measurements(cache_use, cost, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
+    return Measurements(cache_use, cost, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype], budget))
 
 
 def _whole_logits(decoder: TransformersDecoder, tokens: Tensor) -> Tensor:
@@ -94,10 +92,8 @@ def _whole_logits(decoder: TransformersDecoder, tokens: Tensor) -> Tensor:
         ) from error
 
 
-def _measure_cache(
-    decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float
-) -> tuple[CacheUse, float]:
-    """The best use of the model's cache whose logits are those of whole sequences, and the largest difference."""
+def _measure_cache(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float) -> CacheUse:
+    """The best use of the model's cache whose logits are those of whole sequences, up to rounding."""
     for use in (CacheUse.SHARED, CacheUse.SEPARATE):
         try:
             difference = _cache_difference(decoder, tokens, whole, use)
@@ -105,18 +101,24 @@ def _measure_cache(
             log.debug("%s: cache with %s: %s", decoder.class_name, use.value, error)
             continue
         if difference <= tolerance * float(whole.std()):
-            return use, difference
-    return CacheUse.NONE, _growth_difference(decoder, tokens, whole, tolerance)
+            return use
+    _check_growth(decoder, tokens, whole, tolerance)
+    return CacheUse.NONE
 
 
-def _growth_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float) -> float:
-    """How far the logits at the end of shorter sequences are from those at the same places of the whole one."""
+def _check_growth(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float) -> None:
+    """Compares logits at the end of shorter sequences with those at the same places of the whole one, and warns where
+    they differ.
+
+    Raises:
+        InvalidRequestError: they do, and the model is an encoder.
+    """
     difference = 0.0
     for size in range(max(1, len(tokens) - _DECODED), len(tokens)):
         found = _whole_logits(decoder, tokens[:size])
         difference = max(difference, float((found[-1] - whole[size - 1]).abs().max()))
     if difference <= tolerance * float(whole.std()):
-        return difference
+        return
     if decoder.is_encoder:
         raise InvalidRequestError(
             f"{decoder.class_name} sees the tokens behind the one whose successor it predicts: it is an encoder",
@@ -128,7 +130,6 @@ def _growth_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tens
         decoder.class_name,
         difference,
     )
-    return difference
 
 
 def _measure_cost(decoder: TransformersDecoder, tokens: Tensor) -> CacheCost:
