@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +16,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mint.errors import InvalidRequestError, NotFoundError, RequestFailedError, UnknownBaseModelError
+from mint.client.service_client import ServiceClient
+from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
 from mint.models.registry import BUNDLED
+from mint.recipes.chat import ChatAdapter
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import MessageEnv, MessageEnvAdapter, MessageStepResult, Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
@@ -116,13 +118,44 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-def test_a_run_whose_tokenizer_is_damaged_leaves_no_folder(tmp_path: Path) -> None:
+def _halved(base: Path) -> None:
+    text = (base / "tokenizer.json").read_text()
+    (base / "tokenizer.json").write_text(text[: len(text) // 2])
+
+
+def _with_one_token_more(base: Path) -> None:
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 4096, "content": "<new>", "special": False})
+    (base / "tokenizer.json").write_text(json.dumps(content))
+
+
+def _without_template(base: Path) -> None:
+    content = json.loads((base / "tokenizer_config.json").read_text())
+    content.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(content))
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "adapter", "named"),
+    [
+        (lambda base: (base / "tokenizer.json").write_text("{}"), MathAdapter, "tokenizer that cannot be loaded"),
+        (_halved, MathAdapter, r"tokenizer that cannot be loaded .*tokenizer\.json"),
+        (_with_one_token_more, MathAdapter, r"has the id 4096 for '<new>', and config\.json says .* has \d+ tokens"),
+        (_without_template, ChatAdapter, r"has no chat template\. Choose a chat model"),
+    ],
+)
+def test_a_tokenizer_that_the_run_cannot_use_leaves_neither_folder_nor_training_run(
+    tmp_path: Path, change: Callable[[Path], object], adapter: Callable[[], RLAdapter], named: str
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(BUNDLED["mint/tiny"], base)
-    (base / "tokenizer.json").write_text("{}")
+    change(base)
     config = SMALL.changed(base_model=str(base), run_dir=tmp_path / "run")
-    with pytest.raises(InvalidRequestError, match="tokenizer that cannot be loaded"):
-        run_grpo(MathAdapter(seed=0), config)
+    with ServiceClient() as service:
+        with pytest.raises(InvalidRequestError, match=named):
+            run_grpo(adapter(), config, service_client=service)
+        assert service.create_rest_client().list_training_runs().result().training_runs == []
     assert not (tmp_path / "run").exists()
 
 
@@ -367,7 +400,7 @@ def test_a_prompt_that_is_no_token_ids_is_refused_with_how_to_make_them(made: An
         def make_prompt(self, item: str, tokenizer: Any) -> Any:
             return made
 
-    with pytest.raises(RequestFailedError, match=rf"Wrong\.make_prompt\(\) {remedy}"):
+    with pytest.raises(InvalidRequestError, match=rf"Wrong\.make_prompt\(\) {remedy}"):
         run_grpo(Wrong(), small(steps=1))
 
 

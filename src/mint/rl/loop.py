@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from mint.rl.heldout_evaluation import HeldoutEvaluation, without_heldout
 from mint.rl.rollout import RolloutBatch
 from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
+from mint.rl.rollouts.prompt_check import require_prompts
 from mint.rl.rollouts.replay_buffer import ReplayBuffer
 from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.rollouts.rollouts_ahead import RolloutsAhead
@@ -74,7 +76,8 @@ def run_grpo(
             error, unless `config.print_progress` is False.
 
     Raises:
-        InvalidRequestError: the dataset is empty, or `run_dir` holds another run.
+        InvalidRequestError: the dataset is empty, no prompt can be made of its first items, or `run_dir` holds another
+            run.
         RequestFailedError: a whole step could not be sampled, or the server failed.
     """
     task = as_task(adapter)
@@ -121,6 +124,7 @@ def _run_task(
             resume=resume,
             on_progress=on_progress,
             unused_settings=_unused_on(task, config),
+            check_tokenizer=partial(require_prompts, task, [*heldout, *dataset], config),
         ) as frame,
     ):
         truncated = truncated_by_default(config, frame.effective)

@@ -60,6 +60,7 @@ def open_run(
     resume: bool,
     on_progress: ProgressHook | None = None,
     unused_settings: Sequence[str] = (),
+    check_tokenizer: Callable[[Any], None] | None = None,
 ) -> Generator[RunFrame]:
     """Starts the run in `config.run_dir`, or goes on with the one that is there.
 
@@ -71,13 +72,15 @@ def open_run(
             `config.print_progress` is False.
         resume: Go on from the last checkpoint in `config.run_dir`. A folder without a run is started.
         unused_settings: A sentence for each setting that has no effect on this task.
+        check_tokenizer: Called with the tokenizer of a new run, before anything is made: raises if the task cannot use
+            it.
 
     Raises:
         InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
             `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in MINT_HOME.
         MissingExtraError: the package of a tracker is not installed.
         UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
-            or a tokenizer that cannot be loaded, no folder is made.
+            no folder is made. A tokenizer that cannot be loaded or used leaves no training run, either.
         RunInterrupted: the user has pressed Ctrl-C.
     """
     require_startable(config, resume=resume)
@@ -85,8 +88,10 @@ def open_run(
         trainer = None
         if config.run_dir is None or not is_run(config.run_dir):
             # Before the folder is made: the service may refuse the base model, and its tokenizer may be damaged.
+            tokenizer = _base_tokenizer(service, config)
+            if check_tokenizer is not None:
+                check_tokenizer(tokenizer)
             trainer = make_trainer(service, config, None)
-            trainer.get_tokenizer()
         run_log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
         point = run_log.start(content, resume=resume)
@@ -310,6 +315,16 @@ class RunFrame:
     def save_sampler_weights(self) -> str:
         """Saves the weights to sample from; returns their path."""
         return self.trainer.save_weights_for_sampler(name="final").result().path or ""
+
+
+def _base_tokenizer(service: ServiceClient, config: RunConfig) -> Any:
+    """The tokenizer of the model that a new run trains. It comes from a sampler of the base model, because a training
+    client would leave a training run behind."""
+    base_model = config.base_model
+    if config.init_from is not None:
+        info = service.create_rest_client().get_weights_info_by_tinker_path(config.init_from).result()
+        base_model = info.base_model
+    return service.create_sampling_client(base_model=base_model).get_tokenizer()
 
 
 def make_trainer(service: ServiceClient, config: RunConfig, point: ResumePoint | None) -> TrainingClient:

@@ -104,10 +104,10 @@ class _SampledGroup:
 
 def make_prompts(adapter: RLAdapter, requests: Sequence[GroupRequest], tokenizer: Any) -> list[list[int] | str]:
     """For each request the token ids of its prompt, or the error in words."""
-    return [_prompt(adapter, request.item, tokenizer) for request in requests]
+    return [make_prompt(adapter, request.item, tokenizer) for request in requests]
 
 
-def _prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
+def make_prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
     """The token ids of the prompt, or the error in words."""
     where = f"{task_name(adapter)}.make_prompt()"
     try:

@@ -20,6 +20,7 @@ from mint.models.folder import ModelFolder
 from mint.models.hub import is_hub_name
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.rows import BASE_FINGERPRINT
+from mint.tokenizer.vocabulary_check import require_within_vocabulary
 
 
 class BaseModels:
@@ -33,6 +34,7 @@ class BaseModels:
         self._accepted = frozenset({*(offered or ()), *map(self.recorded_name, offered or ())})
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, BaseInfo] = {}
+        self._with_fitting_tokenizer: set[str] = set()
         self._loading = threading.Lock()
 
     def folder(self, name: str) -> Path:
@@ -134,6 +136,17 @@ class BaseModels:
             value=name,
             remedy="Leave it out",
         )
+    def require_fitting_tokenizer(self, name: str) -> None:
+        """Checks, before a model is made, that its base has all tokens of its tokenizer; loads the base. Models that
+        are there already may go on without.
+
+        Raises:
+            InvalidRequestError: the tokenizer has tokens that the base does not have.
+        """
+        key = self.key(name)
+        if key not in self._with_fitting_tokenizer:
+            require_within_vocabulary(Path(key), self.load(name).vocab_size)
+            self._with_fitting_tokenizer.add(key)
 
     def loaded(self, name: str) -> BaseInfo | None:
         """The engine's description of a base model; None while it is not loaded."""

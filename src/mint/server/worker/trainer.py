@@ -283,7 +283,9 @@ class Trainer:
         return _Success(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
     def _make_room(self, job: TrainingJob, base_model: str, spec: LoraSpec) -> None:
-        """Checks that a new model may have its snapshots, and makes room for it in the memory."""
+        """Checks that the base has a fitting tokenizer and that a new model may have its snapshots, and makes room for
+        it in the memory."""
+        self._bases.require_fitting_tokenizer(base_model)
         self._require_snapshots(job.owner, MAX_SNAPSHOTS * self.models.state_bytes(base_model, spec))
         self.memory.evict_until_fits(job.model_id, base_model, spec)
 
