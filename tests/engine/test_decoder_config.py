@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from small_models import write_model
+from small_models import write_model, write_other_model
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
 from mint.engine.model.config import LinearScaling, Llama3Scaling, Rope, read_decoder_config
@@ -391,12 +391,63 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (1,)
 
 
-@pytest.mark.parametrize("ends", ["x", [1, "2"], 1.5, 2**31])
-def test_end_tokens_that_are_no_ids_are_refused(ends: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["x", [1, "2"], 1.5, 2**31, -1, [1, -2], 97, [97, 98]])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_that_are_no_ids_of_the_model_are_refused(ends: object, file: str, tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with pytest.raises(InvalidRequestError, match=r"eos_token_id"):
+    (tmp_path / "generation_config.json").unlink()
+    _change(tmp_path / file, eos_token_id=ends)
+    with pytest.raises(InvalidRequestError, match=rf"{file}: has the eos_token_id"):
         TorchEngine(device="cpu").load_base("a", str(tmp_path))
+
+
+def test_one_of_several_end_tokens_may_lie_beyond_the_vocabulary(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    _change(tmp_path / "generation_config.json", eos_token_id=[1, 97])
+    assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (1, 97)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_position_embeddings": -1}, r"has the max_position_embeddings -1, which is no length"),
+        ({"max_position_embeddings": 0}, r"has the max_position_embeddings 0, which is no length"),
+        ({"max_position_embeddings": 1e9}, r"has the max_position_embeddings 1000000000\.0, which is no length"),
+        ({"max_position_embeddings": "4k"}, r"has the max_position_embeddings '4k', which is no length"),
+        ({"max_position_embeddings": 10**9}, r"contexts of at most 16777216 tokens\. Write the longest sequence"),
+        ({"dtype": "float99"}, r"has the dtype 'float99', which is no dtype of torch\. Write that of the weights"),
+        ({"torch_dtype": 7}, r"has the torch_dtype 7, which is no dtype"),
+    ],
+)
+def test_settings_that_are_impossible_are_refused_on_both_implementations(
+    family: str, settings: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, "tied") if family == "qwen3" else write_other_model(tmp_path, family)
+    _change(tmp_path / "config.json", **settings)
+    with pytest.raises(InvalidRequestError, match=rf"config\.json: .*{named}"):
+        TorchEngine(device="cpu").load_base("a", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"hidden_act": "weird"}, r"does not know hidden_act = 'weird'"),
+        ({"rope_parameters": {"rope_type": "weird", "rope_theta": 1e4}}, r"know rope_parameters\.rope_type = 'weird'"),
+    ],
+)
+def test_a_setting_that_neither_implementation_knows_is_named(
+    settings: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, "tied")
+    _change(tmp_path / "config.json", **settings)
+    with pytest.raises(InvalidRequestError, match=named):
+        TorchEngine(device="cpu").load_base("a", str(tmp_path))
+
+
+def _change(file: Path, **settings: object) -> None:
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**content, **settings}))
 
 
 def test_a_base_that_does_not_fit_or_is_damaged_is_named_with_a_remedy(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """A Hugging Face model folder: its configuration and its tensors, read lazily.
 
 Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards), that weights
-may be quantized, which tokens end a text, and how long one may be; knows nothing of what else the configuration means,
-of torch, or of tokenizers.
+may be quantized and of which dtype they say to be, which tokens end a text, and how long one may be; knows nothing of
+what else the configuration means, of torch, or of tokenizers.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ and that of transformers has none."""
 _LAST_TOKEN = 2**31 - 1
 """The largest token id that tokenizers and kernels can hold."""
 
+MOST_POSITIONS = 1 << 24
+"""A longer context is an error of the file. What is made for each position would take gigabytes."""
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+"""How configurations call the longest sequence; that of GPT-2 has the second name."""
+
+_DTYPE = re.compile(r"auto|half|float|double|bfloat16|float(16|32|64)|float[48]_\w+|u?int\d{1,2}", re.ASCII)
+"""Names of torch's dtypes."""
+
 
 class ModelFolder:
     """An open folder. `config` is the content of config.json but for `quantization`, its `quantization_config`, which
@@ -43,7 +53,7 @@ class ModelFolder:
 
         Raises:
             InvalidRequestError: config.json is missing or is not a JSON object, its quantization_config is
-                none, or its end tokens are no token ids.
+                none, its longest sequence or its dtype are impossible, or its end tokens are no tokens of the model.
         """
         self.path = path
         self.config = _read_json(path / "config.json")
@@ -59,6 +69,9 @@ class ModelFolder:
         self._has_images = architecture is not None and "text_config" in self.config
         if self._has_images:
             self.config = _text_config(self.config, architecture)
+        for part in _parts(self.config):
+            _require_length(path, part)
+            _require_dtype(path, part)
         generation = path / "generation_config.json"
         self._generation = _read_json(generation) if generation.is_file() else {}
         self._eos_token_ids = self._read_ends()
@@ -71,20 +84,25 @@ class ModelFolder:
     @property
     def context_length(self) -> int | None:
         """The longest sequence, in tokens; None if the configuration does not say."""
-        length = self.config.get("max_position_embeddings")
-        return length if isinstance(length, int) else None
+        return self.config.get("max_position_embeddings")
 
     def _read_ends(self) -> tuple[int, ...]:
-        found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
-        ends = [] if found is None else found if isinstance(found, list) else [found]
-        if not all(type(token) is int and abs(token) <= _LAST_TOKEN for token in ends):
-            raise InvalidRequestError(
-                f"has the eos_token_id {found!r}",
-                field="base_model",
-                value=str(self.path),
-                remedy="Write a token id, or a list of token ids, to generation_config.json or config.json",
+        """The end tokens of generation_config.json, else of config.json; those of both files are checked."""
+        of_config = _end_tokens(self.path / "config.json", self.config)
+        generation = self.path / "generation_config.json"
+        if self._generation.get("eos_token_id", ...) is ...:
+            file, ends = self.path / "config.json", of_config
+        else:
+            file, ends = generation, _end_tokens(generation, self._generation)
+        sizes = [part["vocab_size"] for part in _parts(self.config) if type(part.get("vocab_size")) is int]
+        # One of several may lie beyond, because it is never sampled; without any within, no text would ever end.
+        if ends and sizes and min(ends) >= max(sizes):
+            raise _refused(
+                file,
+                f"has the eos_token_id {_shown(ends)}, and the model has {max(sizes)} tokens",
+                "Write the id of the token that ends a text, or null for none",
             )
-        return tuple(ends)
+        return ends
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors of the decoder by name, as floating point numbers, also where they are quantized; nothing is read
@@ -124,6 +142,56 @@ class ModelFolder:
             except CheckpointError as error:
                 raise CheckpointError(error.message, remedy="Copy or download the model again") from error
         return found
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The configuration, and that of its text model where it has one of its own."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _require_length(path: Path, config: dict[str, Any]) -> None:
+    for key in _LENGTH_KEYS:
+        length = config.get(key)
+        if length is not None and (type(length) is not int or length < 1):
+            raise _refused(path / "config.json", f"has the {key} {length!r}, which is no length", _LENGTH_REMEDY)
+        if length is not None and length > MOST_POSITIONS:
+            problem = f"has the {key} {length}; mint computes contexts of at most {MOST_POSITIONS} tokens"
+            raise _refused(path / "config.json", problem, _LENGTH_REMEDY)
+
+
+_LENGTH_REMEDY = "Write the longest sequence, in tokens, that the model was made for"
+
+
+def _require_dtype(path: Path, config: dict[str, Any]) -> None:
+    for key in ("torch_dtype", "dtype"):
+        given = config.get(key)
+        names = given.values() if isinstance(given, dict) else [given]  # one for each part of a model
+        for name in names:
+            if name is not None and not (isinstance(name, str) and _DTYPE.fullmatch(name.removeprefix("torch."))):
+                raise _refused(
+                    path / "config.json",
+                    f"has the {key} {name!r}, which is no dtype of torch",
+                    "Write that of the weights, such as bfloat16, float16 or float32",
+                )
+
+
+def _end_tokens(file: Path, content: dict[str, Any]) -> tuple[int, ...]:
+    found = content.get("eos_token_id")
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(token) is int and 0 <= token <= _LAST_TOKEN for token in ends):
+        raise _refused(
+            file, f"has the eos_token_id {found!r}", "Write a token id, a list of token ids, or null for none"
+        )
+    return tuple(ends)
+
+
+def _shown(ends: tuple[int, ...]) -> str:
+    return str(ends[0]) if len(ends) == 1 else str(list(ends))
+
+
+def _refused(file: Path, problem: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, field="base_model", value=str(file), remedy=remedy)
 
 
 def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
@@ -31,12 +32,31 @@ def meta_model(folder: ModelFolder) -> PreTrainedModel:
     # Broad: transformers runs the code of one of hundreds of models on a configuration from anywhere, and any of it may
     # fail: a division by zero, an attribute or index that is not there, endless recursion.
     except Exception as error:
+        setting = _setting_of(error, folder.config)
+        told = first_line(error) if setting is None else f"it does not know {setting}"
         raise InvalidRequestError(
-            f"transformers cannot make a causal language model of it: {first_line(error)}",
+            f"transformers cannot make a causal language model of it: {told}",
             field="base_model",
             value=str(folder.path / "config.json"),
             remedy="Give the config.json of a causal language model, as it was published",
         ) from error
+
+
+def _setting_of(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """The setting whose value transformers has looked up in vain, such as a `hidden_act`; its error has the value
+    alone."""
+    if not isinstance(error, KeyError) or not error.args:
+        return None
+    places = ((name, value) for name, value in _settings(config) if value == error.args[0] and isinstance(value, str))
+    return next((f"{name} = {value!r}" for name, value in places), None)
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The settings, those of objects within by their path: `rope_parameters.rope_type`."""
+    for name, value in config.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
 
 
 def first_line(error: Exception) -> str:

@@ -109,7 +109,9 @@ class TransformersDecoder:
     def context_length(self) -> int:
         """The longest sequence; 2^20 where the configuration has no limit."""
         config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        # XLNet's class says -1 for no limit
+        return next((limit for limit in limits if isinstance(limit, int) and limit > 0), 1 << 20)
 
     @property
     def weight_bytes(self) -> int:

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
+from mint.models.folder import MOST_POSITIONS
 
 MOST_LAYERS = 1 << 12
-MOST_POSITIONS = 1 << 24
-"""More is an error of the file. What is made for each layer and position would take gigabytes."""
+"""More is an error of the file. What is made for each layer would take gigabytes."""
 
 ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
