@@ -60,7 +60,7 @@ HOMES: dict[str, frozenset[str]] = {
         {
             "tokenizer/loading.py",
             "engine/bases",
-            "models/gguf/folder.py",
+            "models/gguf/conversion.py",
             "models/transformers_progress.py",
         }
     ),

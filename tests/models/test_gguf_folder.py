@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import gguf
@@ -15,8 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mint
 from mint import types
+from mint.cli.storage.folder_storage import FolderStorage
+from mint.config import Settings
+from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
 from mint.models import registry
+from mint.server.worker.base_models import BaseModels
 
 WORDS = ["<unk>", "<s>", "</s>", *(chr(33 + n) for n in range(92)), "ab"]
 HIDDEN, INNER, HEADS, LAYERS = 64, 96, 4, 2
@@ -116,19 +123,101 @@ def test_a_gguf_file_trains_and_samples_with_the_numbers_of_transformers(file: P
         assert losses[1] < losses[0]
 
 
-def test_a_file_is_converted_once_and_again_when_it_changes(file: Path) -> None:
+def test_a_file_is_converted_once_and_again_when_its_content_changes(file: Path) -> None:
     first = registry.resolve(str(file), {})
     stamp = (first / "config.json").stat().st_mtime_ns
     assert registry.resolve("mine", {"mine": str(file)}) == first
     assert (first / "config.json").stat().st_mtime_ns == stamp
-    _write_gguf(file)
+    _write_gguf(file, edit=lambda writer: writer.add_string("general.name", "another one"))
     assert registry.resolve(str(file), {}) != first
     assert not list(first.parent.glob(".*"))
 
 
-def test_a_damaged_file_is_refused_and_leaves_nothing(file: Path, tmp_path: Path) -> None:
-    file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(InvalidRequestError, match="cannot be read as a GGUF model"):
+def test_copies_of_a_file_share_one_conversion_whatever_their_names(file: Path, tmp_path: Path) -> None:
+    first = registry.resolve(str(file), {})
+    (tmp_path / "elsewhere").mkdir()
+    copy = shutil.copy(file, tmp_path / "elsewhere" / "copy.gguf")
+    os.utime(copy, (0, 0))
+    assert registry.resolve(str(copy), {}) == first
+    assert list(first.parent.iterdir()) == [first]
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def _change_a_byte(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"llama", b"lIama", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", _cut),
+        ("model.safetensors", Path.unlink),
+        ("config.json", _change_a_byte),
+        ("tokenizer.json", _cut),
+        ("conversion.json", _cut),
+    ],
+)
+def test_a_damaged_conversion_is_made_again(file: Path, name: str, damage: Callable[[Path], object]) -> None:
+    first = registry.resolve(str(file), {})
+    whole = (first / "model.safetensors").read_bytes()
+    damage(first / name)
+    assert registry.resolve(str(file), {}) == first
+    assert (first / "model.safetensors").read_bytes() == whole
+    assert [own.name for own in first.parent.iterdir()] == [first.name]
+
+
+def test_a_conversion_that_was_killed_is_removed_at_the_next_one_and_a_running_one_is_not(
+    file: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache" / "mint" / "gguf"
+    killed, running, new, old = (cache / f".other-{name}" for name in ("killed", "running", "new", "old"))
+    for folder in (killed, running, new, old):
+        (folder / "folder").mkdir(parents=True)
+    (killed / "lock").touch()
+    os.utime(old, (0, 0))
+    with (running / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = registry.resolve(str(file), {})
+    assert {own.name for own in cache.iterdir()} == {running.name, new.name, folder.name}
+
+
+def test_a_conversion_that_would_fill_the_disk_is_not_begun(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _place: SimpleNamespace(free=100_000))
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"a folder of 0\.3 MB in float32, and .*gguf has 0\.1 MB left\. Free disk space there",
+    ):
+        registry.resolve(str(file), {})
+
+
+def test_lists_of_models_read_the_context_from_the_header_and_convert_nothing(file: Path, tmp_path: Path) -> None:
+    listed = FolderStorage(tmp_path, Settings(models=f"own={file}")).models()
+    assert {model.model_name: model.max_context_length for model in listed}["own"] == 128
+    assert BaseModels(FakeEngine(), {"own": str(file)}).context_length("own") == 128
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[:5000], r"it has 5000 bytes, and its tensors end at byte \d+\. Copy or download"),
+        (lambda whole: whole[:-1], r"it has \d+ bytes, and its tensors end at byte \d+\. Copy or download"),
+        (lambda whole: whole[:500], r"it has 500 bytes, and its header alone needs more\. Copy or download"),
+        (lambda whole: b"", r"it does not begin with GGUF\. Give a GGUF file"),
+        (lambda whole: b"PK" + whole[2:], r"it does not begin with GGUF\. Give a GGUF file"),
+        (lambda whole: whole[:4] + b"\x09" + whole[5:], r"it is of version 9 of the format; versions 2 and 3 are read"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_words_and_leaves_nothing(
+    file: Path, tmp_path: Path, content: Callable[[bytes], bytes], message: str
+) -> None:
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(InvalidRequestError, match=f"small\\.gguf: cannot be read as a GGUF model: {message}"):
         registry.resolve(str(file), {})
     assert not list((tmp_path / "cache" / "mint" / "gguf").iterdir())
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mint.errors import CheckpointError, InvalidRequestError
+from mint.models.gguf.layout import read_layout
 from mint.models.quantized_tensors import dequantized
-from mint.models.registry import INDEX_FILE, shard_names
+from mint.models.registry import INDEX_FILE, gguf_file, resolve, shard_names
 from mint.models.tensor_files import StoredTensor, open_tensors
 
 _TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -192,6 +194,23 @@ def _shown(ends: tuple[int, ...]) -> str:
 
 def _refused(file: Path, problem: str, remedy: str) -> InvalidRequestError:
     return InvalidRequestError(problem, field="base_model", value=str(file), remedy=remedy)
+
+
+def context_length(name: str, aliases: Mapping[str, str]) -> int | None:
+    """The longest sequence of a base model by its name, as `registry.resolve` finds it; None if its files do not say.
+    Of a GGUF file the header is read, and nothing is converted.
+
+    Raises:
+        UnknownBaseModelError, InvalidRequestError: as `registry.resolve` and `ModelFolder`.
+    """
+    file = gguf_file(name, aliases)
+    if file is None:
+        return ModelFolder(resolve(name, aliases)).context_length
+    try:
+        return read_layout(file).context_length
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read as a GGUF model: {error}"
+        raise _refused(file, problem, "Copy or download the file again") from error
 
 
 def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, Any]:

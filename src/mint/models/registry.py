@@ -92,7 +92,7 @@ def recorded_name(name: str, aliases: Mapping[str, str]) -> str:
     """
     if name in aliases or name in BUNDLED:
         return name
-    path = _local_folder(name) or _gguf_file(name)
+    path = _local_folder(name) or _gguf_path(name)
     return name if path is None else str(path)
 
 
@@ -240,7 +240,23 @@ def _local_folder(target: str) -> Path | None:
         return None
 
 
-def _gguf_file(target: str) -> Path | None:
+def gguf_file(name: str, aliases: Mapping[str, str]) -> Path | None:
+    """The GGUF file that `name` stands for, so that its header can be read without a conversion; None where
+    `resolve` takes something else.
+
+    Raises:
+        InvalidRequestError: an alias leads back to itself.
+    """
+    target = _follow(name, aliases)
+    if target in BUNDLED or _local_folder(target) is not None:
+        return None
+    fetched = INDEX_MODELS.get(target)
+    if fetched is None or not fetched.file.is_file():
+        return _gguf_path(target)
+    return fetched.file if _cached_folder(target) is None else None
+
+
+def _gguf_path(target: str) -> Path | None:
     try:
         path = Path(target).expanduser().resolve()
         return path if path.suffix == ".gguf" and path.is_file() else None
@@ -249,8 +265,8 @@ def _gguf_file(target: str) -> Path | None:
 
 
 def _from_gguf(target: str) -> Path | None:
-    file = _gguf_file(target)
-    return None if file is None else gguf_folder(file)
+    path = _gguf_path(target)
+    return None if path is None else gguf_folder(path)
 
 
 def hub_settings() -> Any:

@@ -14,7 +14,7 @@ from mint.config import Settings
 from mint.engine.bases.lora_layers import lora_layers
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
-from mint.models.folder import ModelFolder
+from mint.models.folder import context_length
 from mint.server.callers import LOCAL_OWNER
 from mint.server.ops.ended_sessions import SessionEnd, end_session
 from mint.server.private_files import open_data_dir
@@ -164,7 +164,7 @@ class FolderStorage:
 
     def _context_length(self, name: str) -> int | None:
         try:
-            return ModelFolder(registry.resolve(name, self._aliases)).context_length
+            return context_length(name, self._aliases)
         except (MintError, OSError):  # it is listed all the same; using it will say what is wrong
             return None
 

@@ -1,140 +1,155 @@
-"""A GGUF file as a Hugging Face folder: read and dequantised once, with tokenizer and chat template, and cached.
+"""A GGUF file as a Hugging Face folder: converted once, and kept in the cache under a hash of its content.
 
-The numbers are those of transformers' own reading of the file, in float32, in which every quantised value is exact.
-What transformers passes over in silence is read or refused here: see `header`.
+The folder has a note of its files, which is written last: so it is noticed when one was cut off or changed. Knows
+nothing of the format; see `conversion`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import shutil
 import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
-from mint.models.gguf.header import GgufHeader
-from mint.models.tensor_files import write_file, write_tensors
-from mint.models.transformers_progress import without_progress
+from mint.models.gguf.conversion import convert, require_convertible
+from mint.models.tensor_files import write_file
 
 log = logging.getLogger(__name__)
 
-_READING = 2
+_READING = 3
 """Counts the ways in which files were read: a folder of an earlier one is not used."""
+
+_NOTE = "conversion.json"
+"""The note in a folder: of each file the size, of small ones the SHA-256, too."""
+
+_HASHED_BYTES = 32 << 20
+"""Larger files are compared by their size alone: to hash weights at every start would take seconds."""
+
+_LOCK = "lock"
+_FORGOTTEN_S = 24 * 3600
+"""After so long a temporary folder without a lock is nobody's."""
 
 
 def gguf_folder(file: Path) -> Path:
-    """The folder with the content of a GGUF file. It is written when it is first asked for.
+    """The folder with the content of a GGUF file. It is written when it is first asked for, or when it is damaged.
+
+    Copies of a file share it, whatever their names are.
 
     Raises:
-        InvalidRequestError: the file is damaged or not complete, transformers does not know its architecture, or the
-            folder cannot be written.
+        InvalidRequestError: the file is damaged or not complete, transformers does not know its architecture, the disk
+            has too little space, or the folder cannot be written.
     """
-    stat = file.stat()
-    key = hashlib.sha256(f"{_READING}\n{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = read_settings().cache_dir / "gguf" / f"{file.stem}-{key}"
-    if not (folder / "config.json").is_file():
-        log.info("reading %s, once", file)
-        try:
-            _write_folder(file, folder)
-        except OSError as error:
-            raise InvalidRequestError(
-                f"cannot be written to {folder.parent}, which needs about 4 bytes for each parameter: {error.strerror}",
-                field="base_model",
-                value=str(file),
-                remedy="Free disk space there, or set XDG_CACHE_HOME to another folder",
-            ) from error
+    caches = read_settings().cache_dir
+    cache = caches / "gguf"
+    key = f"{_content_hash(file, caches / 'gguf-hashes')[:24]}-{_READING}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        kept = sorted(folder for folder in cache.glob(f"*-{key}") if folder.is_dir())
+        whole = next((folder for folder in kept if _is_whole(folder)), None)
+        if whole is not None:
+            return whole
+        folder = kept[0] if kept else cache / f"{file.stem}-{key}"
+        log.info("reading %s, %s", file, "again: its conversion is damaged" if kept else "once")
+        _write_folder(file, folder)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot be written to {cache}, which needs about 4 bytes for each parameter: {error.strerror}",
+            field="base_model",
+            value=str(file),
+            remedy="Free disk space there, or set XDG_CACHE_HOME to another folder",
+        ) from error
     return folder
 
 
+def _content_hash(file: Path, hashes: Path) -> str:
+    """SHA-256 of all bytes of a file. As hashing takes 1.4 s for a GB, it is noted in the folder `hashes`, and holds as
+    long as path, size and time of change stay.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+    """
+    try:
+        stat = file.stat()
+        named = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
+        note = hashes / hashlib.sha256(named.encode()).hexdigest()[:32]
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not hashed yet, or the note is damaged
+            return str(json.loads(note.read_bytes())["sha256"])
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot be read: {error.strerror}", field="base_model", value=str(file), remedy="Allow reading it"
+        ) from error
+    with suppress(OSError):  # it is hashed again at the next start
+        write_file(note, [json.dumps({"sha256": found, "file": str(file)}).encode()])
+    return found
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files are there, as they were written."""
+    try:
+        files = json.loads((folder / _NOTE).read_bytes())["files"]
+        return all(_described(folder / name) == described for name, described in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _described(file: Path) -> dict[str, int | str]:
+    size_bytes = file.stat().st_size
+    if size_bytes > _HASHED_BYTES:
+        return {"size_bytes": size_bytes}
+    return {"size_bytes": size_bytes, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
 def _write_folder(file: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        content = Path(temporary) / "folder"
-        _convert(file, content)
+    _remove_leftovers(folder.parent)  # first: they may take the room that is needed
+    require_convertible(file, folder.parent)
+    with _temporary_folder(folder) as temporary:
+        content = temporary / "folder"
+        convert(file, content)
+        files = {own.name: _described(own) for own in sorted(content.iterdir())}
+        write_file(content / _NOTE, [json.dumps({"source": str(file), "files": files}, indent=2).encode()])
         try:
             content.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "config.json").is_file():
-                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # another process was faster, or a damaged one is there
+            if not _is_whole(folder):
+                folder.rename(temporary / "damaged")
                 content.rename(folder)
 
 
-def _convert(file: Path, folder: Path) -> None:
-    # Deferred: only GGUF files need them, and they take seconds to import.
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@contextmanager
+def _temporary_folder(folder: Path) -> Generator[Path]:
+    """A folder beside `folder`, which is removed at the end. A lock on a file in it says that this process lives."""
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
+        (Path(temporary) / _LOCK).open("wb") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(temporary)
 
-    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+
+def _remove_leftovers(cache: Path) -> None:
+    """Removes the temporary folders of processes that were killed."""
+    for folder in cache.glob(".*-*"):
+        if folder.is_dir() and _is_forgotten(folder):
+            log.info("removing %s, which a conversion has left that was ended", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_forgotten(folder: Path) -> bool:
     try:
-        header = GgufHeader(GGUFReader(file))
-        header.require_whole()  # first: transformers would make as many layers as the file says
-        scaling = header.rope_scaling()
-        with without_progress():
-            tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **given)
-        model, found = loaded
-    except InvalidRequestError as error:
-        raise _unreadable(file, str(error)) from error
-    except Exception as error:  # damaged files give errors of every kind; the tokenizers' are plain exceptions
-        first = str(error).strip().split("\n")[0]
-        remedy = "Give an undamaged file of an architecture that transformers reads, or a Hugging Face folder"
-        raise _unreadable(file, first, remedy) from error
-    _require_all_loaded(file, found)
-    _require_nothing_left(file, header, model)
-    folder.mkdir()
-    tokenizer.save_pretrained(folder)
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)
-    if scaling:
-        _scale_positions(config, scaling)
-    config |= {"architectures": [type(model).__name__], "dtype": "float32"}
-    tensors = {name: tensor.float().contiguous().numpy() for name, tensor in model.state_dict().items()}
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    ends = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
-    write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
-    write_file(folder / "config.json", [json.dumps(config, indent=2, default=str).encode()])
-
-
-def _require_all_loaded(file: Path, found: dict[str, Any]) -> None:
-    """Refuses a file without a tensor that the model has: transformers would take random numbers.
-
-    Raises:
-        InvalidRequestError: names one.
-    """
-    missing = sorted({*found["missing_keys"], *map(str, found["mismatched_keys"])})
-    if missing:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise _unreadable(
-            file, f"it lacks the tensor {missing[0]}{more}", "Give a complete file, or a Hugging Face folder"
-        )
-
-
-def _require_nothing_left(file: Path, header: GgufHeader, model: Any) -> None:
-    """Refuses a file with tensors that transformers has left out, such as biases that its config does not have.
-
-    Raises:
-        InvalidRequestError: the file has more numbers than the model.
-    """
-    tensors = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
-    left = header.parameters - sum(tensors.values())
-    if left > 0:
-        remedy = "Give the Hugging Face folder of this model"
-        raise _unreadable(file, f"transformers leaves out {left} numbers of it", remedy)
-
-
-def _scale_positions(config: dict[str, Any], scaling: dict[str, Any]) -> None:
-    """Adds the scaling to a model's config. Gemma 3 scales the positions of the layers that see everything."""
-    parameters: dict[str, Any] = config["rope_parameters"]
-    of_layers = parameters.get("full_attention", parameters)
-    of_layers |= scaling
-
-
-def _unreadable(file: Path, problem: str, remedy: str | None = None) -> InvalidRequestError:
-    message = f"cannot be read as a GGUF model: {problem}"
-    return InvalidRequestError(message, field="base_model", value=str(file), remedy=remedy)
+        with (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except FileNotFoundError:  # it has just been made, or is that of a download
+        return folder.is_dir() and time.time() - folder.stat().st_mtime > _FORGOTTEN_S
+    except OSError:  # its process lives
+        return False

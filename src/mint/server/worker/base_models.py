@@ -16,7 +16,7 @@ from mint.engine.protocol import BaseInfo, Engine
 from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
 from mint.models import registry
 from mint.models.fingerprint import fingerprint
-from mint.models.folder import ModelFolder
+from mint.models.folder import context_length
 from mint.models.hub import is_hub_name
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.rows import BASE_FINGERPRINT
@@ -44,6 +44,15 @@ class BaseModels:
             UnknownBaseModelError: there is no such model.
             InvalidRequestError: its folder is incomplete.
         """
+        self._require_offered(name)
+        if name in self._folders:
+            return self._folders[name]
+        folder = registry.resolve(name, self._aliases)
+        if name in self._accepted or self.recorded_name(name) == name:  # another one may mean something else later
+            self._folders[name] = folder
+        return folder
+
+    def _require_offered(self, name: str) -> None:
         if self._offered is not None and name not in self._accepted:
             raise UnknownBaseModelError(
                 f"is not a base model of this server; it offers {', '.join(self.names)}",
@@ -51,12 +60,6 @@ class BaseModels:
                 value=name,
                 remedy="Name one of these, or have it added: mint serve --model NAME[=PATH]",
             )
-        if name in self._folders:
-            return self._folders[name]
-        folder = registry.resolve(name, self._aliases)
-        if name in self._accepted or self.recorded_name(name) == name:  # another one may mean something else later
-            self._folders[name] = folder
-        return folder
 
     def recorded_name(self, name: str) -> str:
         """The name under which a base model is stored: of a folder or file its absolute path."""
@@ -136,6 +139,7 @@ class BaseModels:
             value=name,
             remedy="Leave it out",
         )
+
     def require_fitting_tokenizer(self, name: str) -> None:
         """Checks, before a model is made, that its base has all tokens of its tokenizer; loads the base. Models that
         are there already may go on without.
@@ -165,12 +169,13 @@ class BaseModels:
         return {name: str(loaded[str(folder)]) for name, folder in folders if loaded.get(str(folder))}
 
     def context_length(self, name: str) -> int | None:
-        """The longest sequence, read from the folder's config.
+        """The longest sequence, read from the folder's config, or from the header of a GGUF file.
 
         Raises:
             UnknownBaseModelError, InvalidRequestError: as `folder`; or its configuration cannot be read.
         """
-        return ModelFolder(self.folder(name)).context_length
+        self._require_offered(name)
+        return context_length(name, self._aliases)
 
     @cached_property
     def names(self) -> list[str]:
