@@ -47,7 +47,10 @@ def _set(folder: Path, **settings: object) -> None:
             lambda found: found | {name.replace(".0.", ".2."): each.clone() for name, each in found.items()},
             r"layers\.2\..*Give the config\.json that belongs",
         ),
-        (lambda found: {**found, QUERIES: torch.ones(300, 300)}, r"q_proj\.weight, or has another shape"),
+        (
+            lambda found: {**found, QUERIES: torch.ones(300, 300)},
+            r"q_proj\.weight of shape \[300, 300\]; config\.json says \[64, 48\]",
+        ),
         (lambda found: {**found, QUERIES: torch.ones(3, 3)}, r"q_proj\.weight of shape \[3, 3\]; config\.json says"),
     ],
 )
@@ -113,6 +116,32 @@ def test_a_damaged_weight_file_is_refused_by_name(damage: Callable[[bytes], byte
     file = tmp_path / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read.*download the model again"):
+        _load(tmp_path)
+
+
+def test_tensors_that_are_missing_are_counted(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gemma2")
+    _rewrite(tmp_path, lambda found: {name: each for name, each in found.items() if "layers.0.mlp" not in name})
+    with pytest.raises(InvalidRequestError, match=r"the tensor model\.layers\.0\.mlp\.\w+\.weight, and 2 more\. Give"):
+        _load(tmp_path)
+
+
+def test_an_encoder_without_an_output_layer_is_called_an_encoder(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "bert").base_model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"lacks the tensor cls\..*: it is an encoder without .*Choose a"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(number: float, tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gemma2")
+
+    def damage(found: Tensors) -> Tensors:
+        found["model.embed_tokens.weight"][5, 3] = number  # the tokens that are measured need not have the sixth
+        return found
+
+    _rewrite(tmp_path, damage)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: the tensor model\.embed_tokens\.weight has numbers that"):
         _load(tmp_path)
 
 

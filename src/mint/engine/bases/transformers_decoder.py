@@ -70,6 +70,7 @@ class TransformersDecoder:
         """
         self.operations = operations
         self.device = operations.device
+        self.path = folder.path
         self._model = load_model(folder, operations.dtype).to(operations.device)
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Linear):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mint.engine.bases.meta_model import first_line, meta_model
 from mint.engine.protocol import is_out_of_memory
-from mint.errors import InvalidRequestError, MintError
+from mint.errors import CheckpointError, InvalidRequestError, MintError
 from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor
 from mint.models.transformers_progress import without_progress
@@ -42,7 +42,7 @@ def load_model(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises:
         InvalidRequestError: transformers does not know the architecture, or the tensors are not those of config.json.
-        CheckpointError: a weight file is damaged.
+        CheckpointError: a weight file is damaged, or has numbers that are not finite.
     """
     path = folder.path
     tensors = folder.tensors()  # refuses damaged files, and quantizations that mint does not read
@@ -61,6 +61,7 @@ def load_model(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
         raise _refused(path, problem, "Give a complete folder of a causal model, as it was published") from error
     model: PreTrainedModel = loaded[0]
     _require_fit(folder, tensors, model, loaded[1])
+    _require_finite(path, model)
     model.requires_grad_(False)
     for module in model.modules():  # a lora is trained without dropout
         if isinstance(module, nn.Dropout):
@@ -109,9 +110,16 @@ def _require_fit(
 ) -> None:
     """Refuses what `report` of transformers says, and tensors that are no numbers."""
     path = folder.path
-    lacking = sorted(report["missing_keys"]) + sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        problem = f"has the tensor {name} of shape {list(stored)}; config.json says {list(wanted)}"
+        raise _refused(path, problem, "Give the config.json that belongs to these weights")
+    lacking = sorted(report["missing_keys"])
     if lacking:
-        raise _refused(path, f"lacks the tensor {lacking[0]}, or has another shape of it", "Give a complete folder")
+        problem = f"lacks the tensor {lacking[0]}" + (f", and {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        if getattr(model.config, "is_decoder", None) is False:
+            problem = f"{problem}: it is an encoder without the output layer of {type(model).__name__}"
+            raise _refused(path, problem, "Choose a decoder, with all of its weights")
+        raise _refused(path, problem, "Give a complete folder")
     left_over = sorted(name for name in report["unexpected_keys"] if not _is_left_out(name, folder, model))
     if left_over:
         raise _refused(
@@ -130,6 +138,16 @@ def _require_fit(
             "at least 16 bits",
             "Give the quantization_config that belongs to these weights, or take the model in bfloat16",
         )
+
+
+def _require_finite(path: Path, model: PreTrainedModel) -> None:
+    """Refuses NaN and infinity, of which the measurements at load see only what their few tokens meet."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bool(extreme.isfinite()) for extreme in parameter.aminmax()):
+            raise CheckpointError(
+                f"{path}: the tensor {name} has numbers that are not finite",
+                remedy="Copy or download the model again, or take an earlier checkpoint of it",
+            )
 
 
 def _is_left_out(name: str, folder: ModelFolder, model: PreTrainedModel) -> bool:

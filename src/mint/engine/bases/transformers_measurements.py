@@ -65,7 +65,10 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
     whole = _whole_logits(decoder, tokens.to(decoder.device))
     if not whole.isfinite().all():
         raise InvalidRequestError(
-            "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
+            f"gives logits that are not finite on {decoder.class_name} of transformers, although its weights are",
+            field="base_model",
+            value=str(decoder.path),
+            remedy="Check its config.json. In bfloat16 numbers may be too large: try MINT_DTYPE=float32",
         )
     cache_use = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
     cost = CacheCost(0, 0) if cache_use is CacheUse.NONE else _measure_cost(decoder, tokens.to(decoder.device))
