@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from mint.compose.embedded import open_embedded
 from mint.compose.serving import Server
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeEngine
-from mint.errors import InvalidRequestError, JournalError, MintError
+from mint.errors import CheckpointError, InvalidRequestError, JournalError, MintError
+from mint.models.registry import BUNDLED
 from mint.server.service.service import Service
 from tests.server.server_harness import running
 
@@ -54,6 +56,17 @@ def test_a_server_without_its_model_leaves_nothing(tmp_path: Path) -> None:
     settings = read_serve_settings({"models": ("no/such-model",), "data_dir": tmp_path, "port": 0})
     assert left_by(lambda: Server(settings, engine=engine), MintError) == set()
     assert engine.closings == 1
+
+
+@pytest.mark.parametrize("kept_bytes", [-100, 4])
+def test_a_server_whose_model_has_a_weight_file_that_is_cut_off_does_not_start(tmp_path: Path, kept_bytes: int) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(BUNDLED["mint/tiny"], base)
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    settings = read_serve_settings({"models": (f"own={base}",), "data_dir": tmp_path / "data", "port": 0})
+    with pytest.raises(CheckpointError, match=rf"{weights} cannot be read: .*Copy or download the model again"):
+        Server(settings, engine=FakeEngine())
 
 
 def test_an_embedded_service_without_its_data_directory_leaves_nothing(tmp_path: Path) -> None:

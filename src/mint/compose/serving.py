@@ -260,7 +260,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     )
     opened.callback(service.stop)
     for name in service.base_models.names:
-        service.base_models.folder(name)
+        service.base_models.require_readable(name)
     check_at_start = getattr(own, "check_at_start", None)
     if check_at_start is not None:
         check_at_start([service.base_models.key(name) for name in service.base_models.names])

@@ -16,7 +16,7 @@ from mint.engine.protocol import BaseInfo, Engine
 from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
 from mint.models import registry
 from mint.models.fingerprint import fingerprint
-from mint.models.folder import context_length
+from mint.models.folder import ModelFolder, context_length
 from mint.models.hub import is_hub_name
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.rows import BASE_FINGERPRINT
@@ -139,6 +139,15 @@ class BaseModels:
             value=name,
             remedy="Leave it out",
         )
+
+    def require_readable(self, name: str) -> None:
+        """Checks configuration and weight files of a base model by their headers, before anybody asks for it.
+
+        Raises:
+            UnknownBaseModelError, InvalidRequestError: as `folder`; or its configuration is impossible.
+            CheckpointError: a weight file is missing or cut off.
+        """
+        ModelFolder(self.folder(name)).tensors()
 
     def require_fitting_tokenizer(self, name: str) -> None:
         """Checks, before a model is made, that its base has all tokens of its tokenizer; loads the base. Models that
