@@ -180,6 +180,7 @@ def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts:
         (("train", "rl", "task=math", "chain_sum.max_terms=2"), "chain_sum.max_terms"),
         (("train", "rl", "task.py:Mine"), "Write for example task=task.py:Mine"),
         (("train", "rl", "task=math", "learnig_rate=1"), "did you mean learning_rate"),
+        (("train", "rl", "task=math", "weird=1"), "The settings of a run are base_model, "),
         (("train", "sft", "task=tools"), "several turns"),
         (("train", "sft", "task=math", "batch_size=-3"), "SFTConfig.batch_size"),
         (("train", "sft", "task=math", "epoch=1"), "did you mean epochs"),

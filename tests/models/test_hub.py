@@ -280,10 +280,11 @@ def test_a_small_disk_is_described_in_megabytes(tmp_path: Path, monkeypatch: pyt
 
 
 def test_without_a_network_the_error_has_the_command_for_another_machine(tmp_path: Path) -> None:
-    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        result = _mint(tmp_path, "http://127.0.0.1:9", "models", "pull", NAME, **environment)
-        assert result.returncode == 1 and f"hf download {NAME} --local-dir" in result.stderr
-        assert "Traceback" not in result.stderr
+    for environment, said in (({}, "from http://127.0.0.1:9: "), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
+        result = _mint(tmp_path, "http://127.0.0.1:9", "models", "pull", NAME, "--revision", "v1", **environment)
+        assert result.returncode == 1 and f"{NAME} cannot be downloaded" in result.stderr and said in result.stderr
+        assert f"run `hf download {NAME} --revision v1 --local-dir DIR`, copy DIR here" in result.stderr
+        assert "Traceback" not in result.stderr and "..." not in result.stderr and ".. " not in result.stderr
 
 
 @pytest.mark.parametrize("where", ["etag", "oid", "commit"])

@@ -103,6 +103,16 @@ def test_pickled_weights_are_named_with_the_way_to_safetensors(folder: Path) -> 
     assert refusal.value.field == "base_model"
 
 
+def test_a_tokenizer_in_other_files_is_told_with_the_way_to_its_own(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).touch()
+    with pytest.raises(
+        InvalidRequestError, match=r"lacks tokenizer\.json\. .*AutoTokenizer\.from_pretrained\(DIR, use_fast"
+    ):
+        resolve(str(folder), {})
+
+
 def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -164,11 +165,18 @@ def _refusal(name: str, revision: str | None, endpoint: str, error: BaseExceptio
             value=name,
             remedy="Check the name, the token in HF_TOKEN, and HF_ENDPOINT",
         )
+    chosen = "" if revision is None else f" --revision {shlex.quote(revision)}"
+    remedy = (
+        f"On a machine with access run `hf download {name}{chosen} --local-dir DIR`, copy DIR here, and set "
+        f"MINT_MODELS={name}=DIR"
+    )
+    if hub_settings().HF_HUB_OFFLINE:
+        return HubUnreachableError(
+            f"{name} cannot be downloaded, because HF_HUB_OFFLINE is set", remedy=f"Unset it. Or else: {remedy}"
+        )
     first = str(error).strip().split("\n")[0] or type(error).__name__
     return HubUnreachableError(
-        f"{name} cannot be downloaded from {endpoint}: {first}",
-        remedy=f"On a machine with access run `hf download {name} --local-dir DIR`, copy DIR here, and set "
-        f"MINT_MODELS={name}=DIR. HF_ENDPOINT names a mirror",
+        f"{name} cannot be downloaded from {endpoint}: {first}", remedy=f"{remedy}. HF_ENDPOINT names a mirror"
     )
 
 

@@ -30,6 +30,9 @@ HUB_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 INDEX_FILE = "model.safetensors.index.json"
 """Says which tensor is in which file, where a model has several."""
 
+_OTHER_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+"""Files of tokenizers from which transformers makes a `tokenizer.json`."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
@@ -118,6 +121,11 @@ def _how_to_complete(folder: Path) -> str:
         return (
             "Its weights are pickled (pytorch_model.bin), and a pickle can run code. On a machine that trusts them, "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes safetensors"
+        )
+    if not (folder / "tokenizer.json").is_file() and any((folder / name).is_file() for name in _OTHER_VOCABULARIES):
+        return (
+            "Its tokenizer is in other files. With transformers, AutoTokenizer.from_pretrained(DIR, "
+            "use_fast=True).save_pretrained(DIR) writes tokenizer.json"
         )
     return "Complete the folder, or name another one with MINT_MODELS=name=path"
 

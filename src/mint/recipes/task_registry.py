@@ -151,13 +151,15 @@ def open_task_of_run(run: Path, task: str | None) -> Generator[TaskChoice]:
 
 @contextmanager
 def suggestion_of_settings(options: Iterable[str], settings: Iterable[str]) -> Generator[None]:
-    """Adds to a refusal of task options the setting that a mistyped one is similar to."""
+    """Adds to a refusal of task options the setting that a mistyped one is similar to, or else all settings."""
     try:
         yield
     except InvalidRequestError as error:
         similar = [name for option in options for name in get_close_matches(option, list(settings), n=1, cutoff=0.78)]
         if similar:
             error.remedy = f"{error.remedy}. Among the settings of a run, did you mean {similar[0]}?"
+        elif error.message.startswith(_WRONG_OPTIONS) and error.value is not None:  # not one that is missing
+            error.remedy = f"{error.remedy}. The settings of a run are {', '.join(settings)}"
         raise
 
 
@@ -211,6 +213,10 @@ def _choice(adapter: Task, config: RLConfig, seed: int) -> TaskChoice:
     return TaskChoice(adapter, config.changed(seed=seed))
 
 
+_WRONG_OPTIONS = "does not take these options"
+"""Begins the refusal of options that are no parameters of a task."""
+
+
 def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], options: dict[str, Any]) -> Any:
     signature = inspect.signature(make)
     try:
@@ -219,7 +225,7 @@ def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], opti
         known = list(signature.parameters)[len(place) :]
         unknown = {option: value for option, value in options.items() if option not in known}
         raise InvalidRequestError(
-            f"does not take these options ({error})",
+            f"{_WRONG_OPTIONS} ({error})",
             field=f"task {name}",
             value=unknown or None,
             remedy=f"Its options are {', '.join(known)}" if known else "It has no options",
