@@ -21,6 +21,7 @@ from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelErro
 from mint.models.registry import BUNDLED
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.math import DEMO, MathAdapter
+from mint.recipes.tools import ToolsAdapter
 from mint.rl import MessageEnv, MessageEnvAdapter, MessageStepResult, Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
 
@@ -142,11 +143,12 @@ def _without_template(base: Path) -> None:
         (lambda base: (base / "tokenizer.json").write_text("{}"), MathAdapter, "tokenizer that cannot be loaded"),
         (_halved, MathAdapter, r"tokenizer that cannot be loaded .*tokenizer\.json"),
         (_with_one_token_more, MathAdapter, r"has the id 4096 for '<new>', and config\.json says .* has \d+ tokens"),
-        (_without_template, ChatAdapter, r"has no chat template\. Choose a chat model"),
+        (_without_template, ChatAdapter, r"has no chat template, .*Take a chat model, put a chat_template\.jinja into"),
+        (_without_template, ToolsAdapter, r"task = ToolsAdapter: .* has no chat template\. Choose a chat model"),
     ],
 )
 def test_a_tokenizer_that_the_run_cannot_use_leaves_neither_folder_nor_training_run(
-    tmp_path: Path, change: Callable[[Path], object], adapter: Callable[[], RLAdapter], named: str
+    tmp_path: Path, change: Callable[[Path], object], adapter: Callable[[], RLAdapter | MessageEnvAdapter], named: str
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(BUNDLED["mint/tiny"], base)

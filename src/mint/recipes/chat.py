@@ -12,6 +12,7 @@ from typing import Any
 
 from mint.errors import InvalidRequestError
 from mint.recipes.datasets.chat_questions import RUBRIC, ChatQuestion, questions
+from mint.recipes.question_task import encode_prompt
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig
 from mint.rl.adapter import Graded
 from mint.rl.tasks.penalties import Penalty, penalized
@@ -74,7 +75,7 @@ class ChatAdapter(RLAdapter):
 
     def make_prompt(self, item: ChatQuestion, tokenizer: Any) -> list[int]:
         """The conversation in the chat template, up to the reply."""
-        return tokenizer.apply_chat_template(item.messages, add_generation_prompt=True, return_dict=False)
+        return encode_prompt(item.messages, tokenizer, "chat")
 
     def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """The parts of the rubric, minus the penalties."""

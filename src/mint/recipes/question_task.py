@@ -100,8 +100,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[in
         raise InvalidRequestError(
             "has no chat template, and the prompt is a list of messages",
             field="base_model",
-            value=type(tokenizer).__name__,
-            remedy="Take a chat model, or give prompts as plain text",
+            value=getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__,
+            remedy="Take a chat model, put a chat_template.jinja into its folder, or give prompts as plain text",
         )
     rendered = tokenizer.apply_chat_template(
         [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False

@@ -26,7 +26,15 @@ def require_prompts(
     """
     tokenizer = with_chat_options(tokenizer, config.chat_options)
     of_episodes = [isinstance(task.task_of(item), MessageEnvAdapter) for item in items[:TRIED]]
+    has_template = bool(getattr(tokenizer, "chat_template", None))
     if any(of_episodes):
+        if not has_template:
+            raise InvalidRequestError(
+                "renders conversations, and the model has no chat template",
+                field="task",
+                value=task_name(task),
+                remedy="Choose a chat model, or put a chat_template.jinja into its folder",
+            )
         ChatFormat(tokenizer, written_as=config.tool_call_format)
     singles = [item for item, several in zip(items, of_episodes, strict=False) if not several]
     if not singles or not isinstance(task, RLAdapter):
@@ -37,12 +45,9 @@ def require_prompts(
         if not isinstance(prompt, str):
             return
         problems.append(prompt)
-    has_template = bool(getattr(tokenizer, "chat_template", None))
     raise InvalidRequestError(
-        f"makes no prompt: {problems[0]}" + ("" if has_template else "; the model has no chat template"),
+        f"makes no prompt: {problems[0]}",
         field="task",
         value=task_name(task),
-        remedy="Mend make_prompt()"
-        if has_template
-        else "Choose a chat model, put a chat_template.jinja into its folder, or let make_prompt() encode plain text",
+        remedy="Mend make_prompt()" if has_template else "Mend make_prompt(), or choose a model with a chat template",
     )
