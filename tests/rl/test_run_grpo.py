@@ -142,7 +142,11 @@ def _without_template(base: Path) -> None:
     [
         (lambda base: (base / "tokenizer.json").write_text("{}"), MathAdapter, "tokenizer that cannot be loaded"),
         (_halved, MathAdapter, r"tokenizer that cannot be loaded .*tokenizer\.json"),
-        (_with_one_token_more, MathAdapter, r"has the id 4096 for '<new>', and config\.json says .* has \d+ tokens"),
+        (
+            _with_one_token_more,
+            MathAdapter,
+            r"the token '<new>' with the id 4096, and config\.json gives .* \d+ tokens",
+        ),
         (_without_template, ChatAdapter, r"has no chat template, .*Take a chat model, put a chat_template\.jinja into"),
         (_without_template, ToolsAdapter, r"task = ToolsAdapter: .* has no chat template\. Choose a chat model"),
     ],

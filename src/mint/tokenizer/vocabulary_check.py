@@ -28,10 +28,8 @@ def require_within_vocabulary(folder: Path, vocab_size: int) -> None:
         return
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:
-        beyond = sum(own >= vocab_size for own in tokens.values())
-        more = f", as have {beyond - 1} others" if beyond > 1 else ""
         raise InvalidRequestError(
-            f"has the id {largest} for {token!r}{more}, and config.json says that the model has {vocab_size} tokens",
+            f"has the token {token!r} with the id {largest}, and config.json gives the model {vocab_size} tokens",
             field="base_model",
             value=str(folder / "tokenizer.json"),
             remedy="Give the tokenizer that belongs to these weights, or make room in them with "
@@ -43,8 +41,10 @@ def _tokens(content: dict[str, Any], templates: str) -> dict[str, int]:
     """Each token that text can become, with its id."""
     vocabulary = content["model"]["vocab"]
     pairs = vocabulary.items() if isinstance(vocabulary, dict) else _numbered(vocabulary)
-    added = [own for own in content.get("added_tokens") or () if not own.get("special") or own["content"] in templates]
-    return {str(token): int(place) for token, place in [*pairs, *((own["content"], own["id"]) for own in added)]}
+    added = content.get("added_tokens") or ()
+    unwritten = {own["content"] for own in added if own.get("special") and own["content"] not in templates}
+    found = [*pairs, *((own["content"], own["id"]) for own in added)]
+    return {str(token): int(place) for token, place in found if token not in unwritten}
 
 
 def _numbered(vocabulary: list[tuple[str, float]]) -> list[tuple[str, int]]:
