@@ -62,6 +62,7 @@ DECIDES_BITS = (
     "threads",
     "micro_batch_rows",
     "tensor_chunks",
+    "base_fingerprint",
 )
 """The settings of a base that must be equal on all ranks."""
 
@@ -379,7 +380,8 @@ class ClusterEngine:
                     "their results would differ",
                     field=name,
                     value=info.settings.get(name),
-                    remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS",
+                    remedy="Set MINT_MICRO_BATCH_ROWS, MINT_DTYPE, MINT_THREADS, MINT_NATIVE and MINT_INSTRUCTIONS; "
+                    "if it is the base_fingerprint, give all processes the same weight files, and start again",
                 )
 
     def _run_on(self, model_id: str, work: Work, *, changes: bool = True) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from mint.engine.protocol import (
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.reductions.division import ALONE, Peers
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
+from mint.models.fingerprint import BASE_FINGERPRINT, fingerprint
 from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
@@ -149,8 +150,12 @@ class TorchEngine:
             CheckpointError: a weight file is damaged.
         """
         if name not in self._bases:
+            folder = Path(path)
             try:
-                self._bases[name] = self._open(name, ModelFolder(Path(path)))
+                base = self._open(name, ModelFolder(folder))
+                settings = {**base.info.settings, BASE_FINGERPRINT: fingerprint(folder)}
+                base.info = replace(base.info, settings=settings)
+                self._bases[name] = base
             except InvalidRequestError as error:
                 if error.field == "base_model" and error.value is None:
                     error.value = path

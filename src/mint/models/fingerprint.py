@@ -18,6 +18,9 @@ from typing import Any, BinaryIO
 from mint.errors import CheckpointError
 from mint.models.folder import ModelFolder
 
+BASE_FINGERPRINT = "base_fingerprint"
+"""The fingerprint's key among the settings of a base model."""
+
 FORM = "1"
 """Begins every fingerprint. Another way to compute it needs another form: checkpoints keep those of this one."""
 

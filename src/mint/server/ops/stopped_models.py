@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mint.engine.protocol import ModelState
 from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError
+from mint.models.fingerprint import BASE_FINGERPRINT
 from mint.server.spare_space import SpareSpace
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
@@ -25,7 +26,6 @@ from mint.server.store.database import OpenFor
 from mint.server.store.instances import ServerLock, visiting
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import (
-    BASE_FINGERPRINT,
     REPLAY_ACCEPTED,
     REPLAY_LOST,
     CheckpointRow,

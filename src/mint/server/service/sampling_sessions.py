@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mint.wire as wire
 from mint.errors import ConflictError, InvalidRequestError
+from mint.models.fingerprint import BASE_FINGERPRINT
 from mint.server.callers import Caller
 from mint.server.disk_space import DiskSpace
 from mint.server.grammars.compiler import compile_grammar
@@ -21,7 +22,7 @@ from mint.server.service.sessions import Sessions
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.journal import Journal
-from mint.server.store.rows import BASE_FINGERPRINT, SamplerRow
+from mint.server.store.rows import SamplerRow
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.samplers import Samplers
 from mint.types import CreateSamplingSessionResponse, SamplerInfo, SamplingParams

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import DamagedDataError
+from mint.models.fingerprint import BASE_FINGERPRINT
 from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import MAX_SNAPSHOTS, ROW_BYTES
 from mint.server.store.database import Database, OpenFor, Transaction, insert
 from mint.server.store.rows import (
-    BASE_FINGERPRINT,
     BASE_NUMBERS,
     FINISHED,
     STATE_BYTES,

@@ -48,9 +48,6 @@ _KERNELS = {
 STATE_BYTES = "state_bytes"
 """Key of `ModelRow.effective`: the size of a model's weights and moments, and so of one snapshot."""
 
-BASE_FINGERPRINT = "base_fingerprint"
-"""Key of `ModelRow.effective`, and of the settings of a base model: the fingerprint of its weights."""
-
 REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
 
 

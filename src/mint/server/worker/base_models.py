@@ -15,11 +15,10 @@ from pathlib import Path
 from mint.engine.protocol import BaseInfo, Engine
 from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
 from mint.models import registry
-from mint.models.fingerprint import fingerprint
+from mint.models.fingerprint import BASE_FINGERPRINT, fingerprint
 from mint.models.folder import ModelFolder, context_length
 from mint.models.hub import is_hub_name
 from mint.server.store.checkpoint_folders import Manifest
-from mint.server.store.rows import BASE_FINGERPRINT
 from mint.tokenizer.vocabulary_check import require_within_vocabulary
 
 
@@ -101,8 +100,9 @@ class BaseModels:
         with self._loading:
             if key not in self._infos:
                 info = self._engine.load_base(key, key)
-                settings = {**info.settings, BASE_FINGERPRINT: fingerprint(Path(key))}
-                self._infos[key] = replace(info, settings=settings)
+                if BASE_FINGERPRINT not in info.settings:  # an engine that reads no files does not tell it
+                    info = replace(info, settings={**info.settings, BASE_FINGERPRINT: fingerprint(Path(key))})
+                self._infos[key] = info
             return self._infos[key]
 
     def fingerprint(self, name: str) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mint.errors import RecoveryDivergedError
-from mint.server.store.rows import BASE_FINGERPRINT, ModelRow, base_numbers
+from mint.models.fingerprint import BASE_FINGERPRINT
+from mint.server.store.rows import ModelRow, base_numbers
 
 
 def recover_remedy(model_id: str) -> str:

@@ -26,8 +26,9 @@ from mint.engine.protocol import (
     TrainDatum,
 )
 from mint.errors import InvalidRequestError, StepRefusedError
+from mint.models.fingerprint import BASE_FINGERPRINT
 from mint.server.store.checkpoint_folders import Manifest
-from mint.server.store.rows import BASE_FINGERPRINT, STATE_BYTES
+from mint.server.store.rows import STATE_BYTES
 from mint.server.worker import validation
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.failed_passes import FailedPasses, data_digest

@@ -25,11 +25,11 @@ from mint.errors import (
     OutOfMemoryError,
     RecoveryDivergedError,
 )
+from mint.models.fingerprint import BASE_FINGERPRINT
 from mint.server.queue.jobs import Decode
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
 from mint.server.store.rows import (
-    BASE_FINGERPRINT,
     REPLAY_ACCEPTED,
     REPLAY_LOST,
     STATE_BYTES,
