@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from engine_data import LORA
+from small_models import write_model
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
@@ -153,6 +155,16 @@ def test_a_rank_with_other_numbers_is_refused(folder: Path) -> None:
     engine = cluster(1, rank_dtype="bfloat16")
     with pytest.raises(InvalidRequestError, match="dtype"):
         open_model(engine, folder)
+    engine.close()
+
+
+def test_a_rank_whose_base_has_other_weights_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    engine = cluster(1)
+    engine.load_base("base", str(tmp_path))
+    write_model(tmp_path, "tied", seed=1)  # ranks read it with the first model
+    with pytest.raises(InvalidRequestError, match="base_fingerprint"):
+        engine.create_model("m", "base", LORA)
     engine.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_data import LORA, job
+from small_models import write_model
 from waiting import wait_until
 
 pytest.importorskip("ray", reason="pip install 'mint[cluster]'")
@@ -221,6 +222,16 @@ def test_a_replica_with_other_numbers_is_refused(folder: Path) -> None:
     engine = cluster(1, samplers=1, rank_dtype="bfloat16")
     engine.load_base("base", str(folder))
     with pytest.raises(InvalidRequestError, match="dtype"):
+        engine.sample([job([3, 4])])
+    engine.close()
+
+
+def test_a_replica_whose_base_has_other_weights_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    engine = cluster(1, samplers=1)
+    engine.load_base("base", str(tmp_path))
+    write_model(tmp_path, "tied", seed=1)  # a replica reads it with the first sample
+    with pytest.raises(InvalidRequestError, match="base_fingerprint"):
         engine.sample([job([3, 4])])
     engine.close()
 
