@@ -123,5 +123,6 @@ def test_lists_sums_and_lookups_use_an_index(data_dir: Path, monkeypatch: pytest
         if GIVEN in sql:
             assert not any(re.match(r"SCAN (checkpoints|runs|models)", line) for line in plan), (sql, plan)
         else:
-            assert all("INDEX" in line and "TEMP B-TREE" not in line for line in plan), (sql, plan)
+            steps = [line for line in plan if not line.startswith("CORRELATED SCALAR SUBQUERY")]  # a heading
+            assert all("INDEX" in step and "TEMP B-TREE" not in step for step in steps), (sql, plan)
     assert len(plans) > 10 and sum(GIVEN in sql for sql in plans) > 2

@@ -7,7 +7,7 @@ a data directory of the version before (`tests/service/make_data_directory.py`).
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 # Lists and sums are read from indexes that hold all columns they need: a directory may have 100,000 checkpoints.
@@ -119,8 +119,8 @@ CREATE TABLE IF NOT EXISTS runs (
     last_request_at FLOAT NOT NULL,
     ended_at FLOAT
 );
-CREATE INDEX IF NOT EXISTS ix_runs_created ON runs (created_at DESC, run_id, owner);
-CREATE INDEX IF NOT EXISTS ix_runs_owner_created ON runs (owner, created_at DESC, run_id);
+CREATE INDEX IF NOT EXISTS ix_runs_created ON runs (created_at DESC, run_id, owner, base_model);
+CREATE INDEX IF NOT EXISTS ix_runs_owner_created ON runs (owner, created_at DESC, run_id, base_model);
 CREATE INDEX IF NOT EXISTS ix_runs_session_id ON runs (session_id);
 CREATE INDEX IF NOT EXISTS ix_runs_metadata ON runs (owner, coalesce(length(user_metadata), 0));
 
@@ -192,6 +192,10 @@ DROP INDEX ix_checkpoints_owner;
 DROP INDEX ix_runs_owner;
 """,
     9: "",
+    10: """
+DROP INDEX IF EXISTS ix_runs_created;
+DROP INDEX IF EXISTS ix_runs_owner_created;
+""",
 }
 """Schema version → the statements that lead to it from the version before. New indexes and empty tables come from
 `TABLES`."""
