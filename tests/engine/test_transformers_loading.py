@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_data import CROSS_ENTROPY, LORA, datum
 from safetensors.torch import load_file, save_file
 from small_models import write_other_model
 from torch import Tensor
@@ -130,6 +131,20 @@ def test_an_encoder_without_an_output_layer_is_called_an_encoder(tmp_path: Path)
     write_other_model(tmp_path, "bert").base_model.save_pretrained(tmp_path)
     with pytest.raises(InvalidRequestError, match=r"lacks the tensor cls\..*: it is an encoder without .*Choose a"):
         _load(tmp_path)
+
+
+def test_a_loaded_model_stays_as_it_is_when_its_file_is_written_over(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "glm4")
+    engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine.load_base("base", str(tmp_path))
+    engine.create_model("m", "base", LORA)
+    before = engine.forward("m", [datum([3, 4, 5, 6])], CROSS_ENTROPY).logprobs[0]
+    with (tmp_path / "model.safetensors").open("r+b") as file:  # as `cp` does, which keeps the file
+        size_bytes = file.seek(0, 2)
+        file.seek(size_bytes // 2)
+        file.write(bytes(size_bytes - size_bytes // 2))
+    after = engine.forward("m", [datum([3, 4, 5, 6])], CROSS_ENTROPY).logprobs[0]
+    assert after.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])

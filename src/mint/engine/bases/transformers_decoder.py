@@ -72,6 +72,8 @@ class TransformersDecoder:
         self.device = operations.device
         self.path = folder.path
         self._model = load_model(folder, operations.dtype).to(operations.device)
+        if self.device.type == "cpu":
+            _leave_files(self._model)
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Linear):
             raise InvalidRequestError(
@@ -296,3 +298,9 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
             value = list((value if isinstance(value, dict) else vars(value)).values())
         for part in value:
             yield from _tensors_in(part, seen)
+
+
+def _leave_files(model: nn.Module) -> None:
+    """Copies the weights: those that need no conversion still lie in the mapped files, and would change with them."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
