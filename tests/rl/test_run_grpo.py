@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, NotFoundError, UnknownBaseModelError
@@ -533,6 +534,28 @@ def test_the_kl_reference_is_the_policy_at_the_start_unless_another_is_named() -
     assert drift(from_there.changed(kl_reference=first.sampler_checkpoint)) == start
     assert drift(from_there.changed(kl_reference=first.checkpoint)) == start
     assert drift(from_there.changed(kl_reference="base"))[0] > 0.01
+
+
+def test_a_penalized_run_that_goes_on_in_another_working_directory_keeps_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        shutil.copytree(BUNDLED["mint/tiny"], tmp_path / name / "base")
+    weights = tmp_path / "there" / "base" / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    config = small(steps=3, base_model="base", kl_penalty_coef=0.1, save_every=1)
+
+    def stop_after_two(event: str, fields: dict[str, Any]) -> None:
+        if event == "step" and fields["step"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path / "here")
+    clean = run_grpo(ManyDigits(), config.changed(run_dir=tmp_path / "clean"))
+    again = config.changed(run_dir=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        run_grpo(ManyDigits(), again, on_progress=stop_after_two)
+    monkeypatch.chdir(tmp_path / "there")
+    assert_same_bits(clean, run_grpo(ManyDigits(), again, resume=True))
 
 
 def test_a_penalized_run_from_a_checkpoint_resumes_to_the_same_bits(tmp_path: Path) -> None:

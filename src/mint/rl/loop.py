@@ -187,7 +187,7 @@ class _RLRun:
         worker = RolloutWorker(task, config=config, tokenizer=frame.trainer.get_tokenizer(), calls=calls)
         self.tokenizer = worker.tokenizer
         self.collector = BatchCollector(worker, dataset, self.order, config)
-        self.reference = KLReference(frame.service, config) if config.has_kl_penalty else None
+        self.reference = KLReference(frame.service, config, frame.base_model) if config.has_kl_penalty else None
         self.policy_trainer = PolicyTrainer(frame.trainer, self.reference, config)
         self.replay = ReplayBuffer(task, config)
         self.heldout = HeldoutEvaluation(frame, worker, heldout)

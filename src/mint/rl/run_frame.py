@@ -109,7 +109,7 @@ def open_run(
                 info = run.trainer.get_info()
                 run.effective = info.effective
                 run_log.save_effective(info.effective)
-                model = info.model_name or info.model_data.model_name
+                model = run.base_model = info.model_name or info.model_data.model_name
                 unused = [
                     *config.unused_settings(),
                     *unused_settings,
@@ -225,6 +225,8 @@ class RunFrame:
         self.stopped_by: str | None = None
         self.effective: Mapping[str, Any] = {}
         """What took effect on the server."""
+        self.base_model = config.base_model
+        """How the service calls the model's base: a folder by its absolute path; `init_from` may have another one."""
         self._saved_step = 0 if point is None else point.step
         self._interrupt = Interrupt()
 

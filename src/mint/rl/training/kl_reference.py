@@ -37,14 +37,18 @@ class KLReference:
     `path` is the checkpoint that the run has made of it; None while it is the one that the settings name.
     """
 
-    def __init__(self, service: ServiceClient, config: RLConfig) -> None:
-        """`config.kl_reference` names it; None is `config.init_from`, or the base model without one."""
+    def __init__(self, service: ServiceClient, config: RLConfig, base_model: str) -> None:
+        """`config.kl_reference` names it; None is `config.init_from`, or the base model without one.
+
+        `base_model` is that of the model that is trained: a path in the settings could mean another folder where a run
+        goes on.
+        """
         named = config.kl_reference or config.init_from or BASE_REFERENCE
         self.service = service
         self.config = config
         self.path: str | None = None
         try:
-            self.sampler = checkpoint_sampler(service, config.base_model if named == BASE_REFERENCE else named)
+            self.sampler = checkpoint_sampler(service, base_model if named == BASE_REFERENCE else named)
         except NotFoundError as error:
             raise NotFoundError(
                 "is not here", field="RLConfig.kl_reference", value=named, remedy=error.remedy
