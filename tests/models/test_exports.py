@@ -88,6 +88,23 @@ def test_transformers_loads_the_merged_model_with_the_same_logits(
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
+def test_a_tied_model_whose_file_has_an_output_layer_keeps_that(tmp_path: Path) -> None:
+    write_other_model(tmp_path / "base", "glm4", tie_word_embeddings=False)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    engine, _ = _train(tmp_path / "base", (True, True, True))
+    write_merged(tmp_path / "merged", tmp_path / "base", engine.read_state("m").weights, scale=32 / 8)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
+
+
+def test_a_merged_export_says_what_to_do_where_the_embedding_has_another_name(tmp_path: Path) -> None:
+    write_other_model(tmp_path / "base", "gpt2")
+    engine, _ = _train(tmp_path / "base", (True, True, True))
+    with pytest.raises(CheckpointError, match="--format peft, or train with train_unembed=False"):
+        write_merged(tmp_path / "merged", tmp_path / "base", engine.read_state("m").weights, scale=32 / 8)
+
+
 @pytest.mark.parametrize("parts", [(True, True, True), (False, True, False)])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
 def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(

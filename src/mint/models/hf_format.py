@@ -13,11 +13,18 @@ import numpy as np
 from mint.errors import CheckpointError
 from mint.models.expert_layers import LayersOfTensor, layers_of
 from mint.models.folder import ModelFolder
+from mint.models.gguf.folder import NOTE
 from mint.models.peft_format import module_names
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}
 """The suffixes of tokenizer, chat template and generation settings; other files are weights or documents."""
+
+_WRITTEN = {"config.json", "model.safetensors.index.json", NOTE}
+"""Files that an export has its own of, or needs none of."""
+
+_AS_PEFT = "Export with --format peft"
+"""What helps where a layer has other names, or its matrix another form, in the file than in the model."""
 
 
 def write_merged(
@@ -40,13 +47,13 @@ def write_merged(
     tensors = source.tensors()
     config = dict(source.config)
     if "lm_head.lora_A.weight" in weights and config.get("tie_word_embeddings", False):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = _unembedding(tensors, base)
         config["tie_word_embeddings"] = False
     layers = {name: layers_of(name, tensor.shape, config) for name, tensor in tensors.items()}
     known = {name for found in layers.values() for name in found.names}
     unknown = [module for module in module_names(weights) if module not in known]
     if unknown:
-        raise CheckpointError(f"the base model in {base} has no layer {unknown[0]}")
+        raise CheckpointError(f"the base model in {base} has no layer {unknown[0]}", remedy=_AS_PEFT)
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     merged = {
@@ -54,7 +61,7 @@ def write_merged(
     }
     write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
     for path in base.iterdir():
-        if path.suffix in _COPIED and path.name not in ("config.json", "model.safetensors.index.json"):
+        if path.suffix in _COPIED and path.name not in _WRITTEN:
             shutil.copyfile(path, folder / path.name)
     write_file(folder / "config.json", [json.dumps(config, indent=2).encode()])
 
@@ -80,6 +87,17 @@ def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray]
     if not (folder / "generation_config.json").is_file():
         ends = {"eos_token_id": list(source.eos_token_ids)} if source.eos_token_ids else {}
         write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
+
+
+def _unembedding(tensors: Mapping[str, StoredTensor], base: Path) -> StoredTensor:
+    """The matrix of the output layer of a tied model: transformers takes that of the file, if there is one."""
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        if name in tensors:
+            return tensors[name]
+    raise CheckpointError(
+        f"the lora trains the output layer, which is the embedding of {base} and not called model.embed_tokens there",
+        remedy=f"{_AS_PEFT}, or train with train_unembed=False",
+    )
 
 
 def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
@@ -112,5 +130,7 @@ def _add(
         return own
     number, count = part
     if (b.shape[0], a.shape[1]) != (count * own.shape[0], own.shape[1]) or a.shape[0] != b.shape[1]:
-        raise CheckpointError(f"the lora of {layer} has shapes {a.shape} and {b.shape}, the base {own.shape}")
+        raise CheckpointError(
+            f"the lora of {layer} has shapes {a.shape} and {b.shape}, the base {own.shape}", remedy=_AS_PEFT
+        )
     return own + np.float32(scale) * (b[number * len(own) : (number + 1) * len(own)] @ a)

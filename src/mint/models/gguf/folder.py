@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _READING = 3
 """Counts the ways in which files were read: a folder of an earlier one is not used."""
 
-_NOTE = "conversion.json"
+NOTE = "conversion.json"
 """The note in a folder: of each file the size, of small ones the SHA-256, too."""
 
 _HASHED_BYTES = 32 << 20
@@ -96,7 +96,7 @@ def _content_hash(file: Path, hashes: Path) -> str:
 def _is_whole(folder: Path) -> bool:
     """Whether the files are there, as they were written."""
     try:
-        files = json.loads((folder / _NOTE).read_bytes())["files"]
+        files = json.loads((folder / NOTE).read_bytes())["files"]
         return all(_described(folder / name) == described for name, described in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -116,7 +116,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         content = temporary / "folder"
         convert(file, content)
         files = {own.name: _described(own) for own in sorted(content.iterdir())}
-        write_file(content / _NOTE, [json.dumps({"source": str(file), "files": files}, indent=2).encode()])
+        write_file(content / NOTE, [json.dumps({"source": str(file), "files": files}, indent=2).encode()])
         try:
             content.rename(folder)
         except OSError:  # another process was faster, or a damaged one is there
