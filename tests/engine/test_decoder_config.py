@@ -416,6 +416,7 @@ def test_one_of_several_end_tokens_may_lie_beyond_the_vocabulary(tmp_path: Path)
         ({"max_position_embeddings": 1e9}, r"has the max_position_embeddings 1000000000\.0, which is no length"),
         ({"max_position_embeddings": "4k"}, r"has the max_position_embeddings '4k', which is no length"),
         ({"max_position_embeddings": 10**9}, r"contexts of at most 16777216 tokens\. Write the longest sequence"),
+        ({"num_hidden_layers": 10**8}, r"has the num_hidden_layers 100000000; mint computes at most 4096 layers"),
         ({"dtype": "float99"}, r"has the dtype 'float99', which is no dtype of torch\. Write that of the weights"),
         ({"torch_dtype": 7}, r"has the torch_dtype 7, which is no dtype"),
     ],

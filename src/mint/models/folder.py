@@ -36,6 +36,11 @@ _LAST_TOKEN = 2**31 - 1
 MOST_POSITIONS = 1 << 24
 """A longer context is an error of the file. What is made for each position would take gigabytes."""
 
+MOST_LAYERS = 1 << 12
+"""More is an error of the file, too: what is made for each layer would take minutes and gigabytes."""
+
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """How configurations call the longest sequence; that of GPT-2 has the second name."""
 
@@ -54,8 +59,8 @@ class ModelFolder:
         """Reads the configuration files.
 
         Raises:
-            InvalidRequestError: config.json is missing or is not a JSON object, its quantization_config is
-                none, its longest sequence or its dtype are impossible, or its end tokens are no tokens of the model.
+            InvalidRequestError: config.json is missing or is not a JSON object, its quantization_config is none, its
+                longest sequence, dtype or number of layers is impossible, or its end tokens are no tokens of the model.
         """
         self.path = path
         self.config = _read_json(path / "config.json")
@@ -73,6 +78,7 @@ class ModelFolder:
             self.config = _text_config(self.config, architecture)
         for part in _parts(self.config):
             _require_length(path, part)
+            _require_few_layers(path, part)
             _require_dtype(path, part)
         generation = path / "generation_config.json"
         self._generation = _read_json(generation) if generation.is_file() else {}
@@ -160,6 +166,14 @@ def _require_length(path: Path, config: dict[str, Any]) -> None:
         if length is not None and length > MOST_POSITIONS:
             problem = f"has the {key} {length}; mint computes contexts of at most {MOST_POSITIONS} tokens"
             raise _refused(path / "config.json", problem, _LENGTH_REMEDY)
+
+
+def _require_few_layers(path: Path, config: dict[str, Any]) -> None:
+    for key in _LAYER_KEYS:
+        layers = config.get(key)
+        if type(layers) is int and layers > MOST_LAYERS:
+            problem = f"has the {key} {layers}; mint computes at most {MOST_LAYERS} layers"
+            raise _refused(path / "config.json", problem, "Write the number of layers that the weights have")
 
 
 _LENGTH_REMEDY = "Write the longest sequence, in tokens, that the model was made for"

@@ -13,10 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
-from mint.models.folder import MOST_POSITIONS
-
-MOST_LAYERS = 1 << 12
-"""More is an error of the file. What is made for each layer would take gigabytes."""
+from mint.models.folder import MOST_LAYERS, MOST_POSITIONS
 
 ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
