@@ -247,6 +247,17 @@ def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
         registry.resolve(str(path), {})
 
 
+@pytest.mark.parametrize("name", ["bos", "eos", "unknown"])
+def test_a_special_token_that_the_file_does_not_have_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "small.GGUF"  # in capitals it is one, too
+    _write_gguf(path)
+    key = f"tokenizer.ggml.{name}_token_id"
+    before, after = path.read_bytes().split(key.encode())
+    path.write_bytes(before + key.encode() + after[:4] + (10_000).to_bytes(4, "little") + after[8:])
+    with pytest.raises(InvalidRequestError, match=rf"{key} = 10000: is not among the {len(WORDS)} tokens of the file"):
+        registry.resolve(str(path), {})
+
+
 def _llama3_factors(factor: float, theta: float) -> np.ndarray:
     """By which llama.cpp's converter divides the frequencies of Llama 3, number by number as it computes them."""
     factors = []

@@ -132,7 +132,7 @@ def _how_to_complete(folder: Path) -> str:
 
 def _is_path(target: str) -> bool:
     """Whether this can only be meant as a path, not as the name of a model."""
-    return target.startswith(("/", "~", "./", "../")) or target.endswith(".gguf")
+    return target.startswith(("/", "~", "./", "../")) or target.lower().endswith(".gguf")
 
 
 def _not_there(name: str, target: str) -> UnknownBaseModelError:
@@ -267,7 +267,7 @@ def gguf_file(name: str, aliases: Mapping[str, str]) -> Path | None:
 def _gguf_path(target: str) -> Path | None:
     try:
         path = Path(target).expanduser().resolve()
-        return path if path.suffix == ".gguf" and path.is_file() else None
+        return path if path.suffix.lower() == ".gguf" and path.is_file() else None
     except (OSError, ValueError, RuntimeError):
         return None
 

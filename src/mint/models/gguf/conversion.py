@@ -52,6 +52,7 @@ def convert(file: Path, folder: Path) -> None:
     try:
         header = GgufHeader(GGUFReader(file))
         header.require_whole()  # first: transformers would make as many layers as the file says
+        header.require_known_tokens()
         scaling = header.rope_scaling()
         with without_progress():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)

@@ -26,6 +26,10 @@ _SCALING_KEYS = {
 }
 """Keys below `rope.scaling`, and how Hugging Face calls them."""
 
+_TOKEN_LIST = "tokenizer.ggml.tokens"
+_TOKEN_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown"))
+"""The keys of tokens that transformers looks up in the list."""
+
 _WRITE_IT_TWICE = ("falcon", "bloom")
 """Architectures whose files have an unembedding that is the embedding once more."""
 
@@ -37,6 +41,8 @@ class GgufHeader:
         """`reader`: a `gguf.GGUFReader`."""
         self._fields = {name: field.contents() for name, field in reader.fields.items() if not _is_list(field)}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        tokens = reader.fields.get(_TOKEN_LIST)
+        self._token_count = 0 if tokens is None else len(tokens.data)
         self.architecture = str(self._fields.get("general.architecture", ""))
 
     @property
@@ -70,6 +76,22 @@ class GgufHeader:
                 value=layers,
                 remedy="Give a complete file",
             )
+
+    def require_known_tokens(self) -> None:
+        """Checks that the tokens that begin and end a text, and stand for unknown ones, are in the list of tokens.
+
+        Raises:
+            InvalidRequestError: one is not.
+        """
+        for key in _TOKEN_IDS:
+            token = self._fields.get(key)
+            if token is not None and token >= self._token_count:
+                raise InvalidRequestError(
+                    f"is not among the {self._token_count} tokens of the file",
+                    field=key,
+                    value=token,
+                    remedy="Give an undamaged file",
+                )
 
     def rope_scaling(self) -> dict[str, Any]:
         """The scaling of positions as Hugging Face writes it; empty without one.
