@@ -44,6 +44,8 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 """How configurations call the longest sequence; that of GPT-2 has the second name."""
 
+_LENGTH_REMEDY = "Write the longest sequence, in tokens, that the model was made for"
+
 _DTYPE = re.compile(r"auto|half|float|double|bfloat16|float(16|32|64)|float[48]_\w+|u?int\d{1,2}", re.ASCII)
 """Names of torch's dtypes."""
 
@@ -98,10 +100,10 @@ class ModelFolder:
         """The end tokens of generation_config.json, else of config.json; those of both files are checked."""
         of_config = _end_tokens(self.path / "config.json", self.config)
         generation = self.path / "generation_config.json"
-        if self._generation.get("eos_token_id", ...) is ...:
-            file, ends = self.path / "config.json", of_config
-        else:
+        if "eos_token_id" in self._generation:
             file, ends = generation, _end_tokens(generation, self._generation)
+        else:
+            file, ends = self.path / "config.json", of_config
         sizes = [part["vocab_size"] for part in _parts(self.config) if type(part.get("vocab_size")) is int]
         # One of several may lie beyond, because it is never sampled; without any within, no text would ever end.
         if ends and sizes and min(ends) >= max(sizes):
@@ -174,9 +176,6 @@ def _require_few_layers(path: Path, config: dict[str, Any]) -> None:
         if type(layers) is int and layers > MOST_LAYERS:
             problem = f"has the {key} {layers}; mint computes at most {MOST_LAYERS} layers"
             raise _refused(path / "config.json", problem, "Write the number of layers that the weights have")
-
-
-_LENGTH_REMEDY = "Write the longest sequence, in tokens, that the model was made for"
 
 
 def _require_dtype(path: Path, config: dict[str, Any]) -> None:

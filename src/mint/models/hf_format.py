@@ -24,7 +24,7 @@ _WRITTEN = {"config.json", "model.safetensors.index.json", NOTE}
 """Files that an export has its own of, or needs none of."""
 
 _AS_PEFT = "Export with --format peft"
-"""What helps where a layer has other names, or its matrix another form, in the file than in the model."""
+"""The remedy if the file calls a layer otherwise than the model does, or stores its matrix transposed."""
 
 
 def write_merged(

@@ -43,7 +43,7 @@ _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
 """The last names of layers that PEFT takes for those of experts, wherever they are in a mixture."""
 
 _MIXTURE = re.compile(r"expert|shared_mlp|\.N\..*\.N\.", re.ASCII)
-"""What the path of an MLP has in it if its model has experts; N are numbers."""
+"""Finds parts of an MLP's path that only models with experts have; N stands for a number."""
 
 _LAST_NAME = re.compile(r"[^.]+(?:\.\d+)*$", re.ASCII)
 """The last name of a path. A number has the name before it, too: `0` alone would also name `model.layers.0`."""

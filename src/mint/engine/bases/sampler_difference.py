@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 _SEED = 0
 _LORA = LoraSpec(rank=4, seed=_SEED, train_attn=True, train_mlp=True, train_unembed=True)
 _B_STD = 0.01
-"""Of the entries of B: about those of a lora after some steps. With zeros, no product of the lora would be rounded."""
+"""The standard deviation of the entries of B, about as after some steps. If they were zero, the lora would add nothing
+that could be rounded."""
 
 
 @dataclass(frozen=True)

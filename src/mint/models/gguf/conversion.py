@@ -19,7 +19,7 @@ from mint.models.tensor_files import write_file, write_tensors
 from mint.models.transformers_progress import without_progress
 
 _BYTES_PER_NUMBER = 4
-"""Of a folder, in float32. Configuration and tokenizer are small beside it."""
+"""A folder holds float32. Its configuration and tokenizer are small beside the weights."""
 
 
 def require_convertible(file: Path, disk: Path) -> None:
