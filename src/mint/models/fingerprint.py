@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from mint.errors import CheckpointError
 from mint.models.folder import ModelFolder
+from mint.models.tensor_files import read_header
 
 BASE_FINGERPRINT = "base_fingerprint"
 """The fingerprint's key among the settings of a base model."""
@@ -123,7 +124,7 @@ def fingerprint(folder: Path) -> str:
         found: dict[str, _Tensor] = {}
         for path in base.weight_files():
             files[path] = path.open("rb")
-            found |= _read_header(path, files[path])
+            found |= _tensors(path, files[path])
         for name, tensor in sorted(found.items()):
             digest.update(_json([name, tensor.dtype, tensor.shape]))
             file = files[tensor.path]
@@ -170,16 +171,11 @@ class _Tensor:
     path: Path
 
 
-def _read_header(path: Path, file: BinaryIO) -> dict[str, _Tensor]:
-    size_bytes = path.stat().st_size
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= size_bytes - 8:
-        raise ValueError(f"{path.name} has a header of {length} bytes in a file of {size_bytes}")
-    header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+def _tensors(path: Path, file: BinaryIO) -> dict[str, _Tensor]:
+    header, begin = read_header(file)
     found = {}
     for name, entry in header.items():
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
+        start, stop = (begin + offset for offset in entry["data_offsets"])
         found[name] = _Tensor(entry["dtype"], entry["shape"], start, stop, path)
     return found
 

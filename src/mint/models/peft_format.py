@@ -20,7 +20,7 @@ from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.expert_layers import layers_of
 from mint.models.folder import ModelFolder
 from mint.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
-from mint.models.tensor_files import StoredTensor, write_file, write_tensors
+from mint.models.tensor_files import StoredTensor, read_header, write_file, write_tensors
 from mint.models.untrusted_tensors import UntrustedTensor, UntrustedTensors
 
 UNEMBED = "lm_head"
@@ -242,15 +242,13 @@ def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
     """
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+            header, begin = read_header(file)
         renamed = {"__metadata__": {"format": "pt"}, **{_PREFIX + name: entry for name, entry in header.items()}}
     except (OSError, ValueError, AttributeError, OverflowError, MemoryError) as error:
         raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error
     text = json.dumps(renamed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # as safetensors does: tensors begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text, 8 + length, module_names(header)
+    return len(text).to_bytes(8, "little") + text, begin, module_names(header)
 
 
 # --- in ----------------------------------------------------------------------------------------------------------

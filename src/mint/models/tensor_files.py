@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -126,6 +126,21 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
+    """The dtype, shape and data_offsets of each tensor of an open file, and the byte at which the data begin.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    size_bytes = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= size_bytes - 8:
+        raise ValueError(f"it has {size_bytes} bytes, and says that its header has {length}")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
