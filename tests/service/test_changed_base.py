@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from default_engine import torch_engine
 from service_harness import GOOD_PASS, STEP, Harness, failure, make_sampler, open_service
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from mint.compose.export import export_checkpoint
 from mint.errors import CheckpointError, RecoveryDivergedError, UnknownBaseModelError
 from mint.models.fingerprint import fingerprint
 from mint.models.peft_format import write_peft
+from mint.models.random_base import SHAPES, write_random_base
 from mint.models.registry import BUNDLED
 from mint.server.service.downloads import ARCHIVE, open_file
 from mint.server.service.uploads import import_checkpoint
@@ -212,6 +214,47 @@ def test_a_model_stops_whose_base_has_changed_and_goes_on_as_the_operator_decide
         assert harness.digest(model_id) == digest
         assert harness.sample(sampler["sampling_session_id"], 0)
         harness.service.stop()
+
+
+@pytest.mark.parametrize("option", ["--accept", "--at-snapshot"])
+def test_a_lora_that_does_not_fit_the_base_of_now_stops_again_and_goes_on_with_that_of_before(
+    data_dir: Path, base: Path, tmp_path: Path, option: str
+) -> None:
+    def opened(session_id: str | None = None) -> Harness:
+        engine = torch_engine(dtype="float32", threads=1)
+        return Harness(open_service(data_dir, engine=engine, is_server=True), session_id)
+
+    def recover(option: str) -> str:
+        result = CliRunner().invoke(app, ["recover", model_id, option, "--data-dir", str(data_dir)])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stdout.split())
+
+    shutil.copytree(base, tmp_path / "before")
+    harness = opened()
+    model_id = make_model(harness, base)
+    step(harness, model_id, 1)
+    digest = harness.digest(model_id)
+    harness.service.stop()
+
+    shutil.rmtree(base)
+    write_random_base(base, SHAPES["tiny"], seed=3)
+    harness = opened(harness.session_id)
+    failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    assert "If its LoRA does not fit that base model, it stops again" in recover(option)
+    harness = opened(harness.session_id)
+    error = str(failure(lambda: harness.restore(model_id)))
+    harness.service.stop()
+    told = ("does not fit the base model that is there now", "layers.0.self_attn.q_proj", "put the base model of before back")
+    assert all(part in error for part in told), error
+
+    shutil.rmtree(base)
+    shutil.copytree(tmp_path / "before", base)
+    recover("--retry")
+    harness = opened(harness.session_id)
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
+    harness.service.stop()
 
 
 def test_the_service_computes_on_what_it_has_loaded_whatever_becomes_of_the_files(data_dir: Path, base: Path) -> None:

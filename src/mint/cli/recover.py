@@ -124,6 +124,11 @@ def _report(decided: Decided, as_json: bool) -> None:
         "at-snapshot": f"goes back to {_snapshot(stopped)}. Acknowledged, and lost now: {_requests(stopped)}",
     }
     typer.echo(f"{stopped.model_id} {sentences[decided.decision]}")
+    if decided.decision != "retry":
+        typer.echo(
+            "It is restored at its next request, on the weights, dtype, quantization and kernels that its base model has "
+            "then. If its LoRA does not fit that base model, it stops again"
+        )
     if decided.checkpoint is not None:
         typer.echo(f"A program that starts anew can load {decided.checkpoint}")
 

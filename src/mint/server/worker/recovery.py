@@ -155,13 +155,25 @@ class Recovery:
         return count
 
     def _load_snapshot(self, snapshot: SnapshotRow) -> bool:
-        """Whether the snapshot was good; a bad one is logged, and an older one is tried."""
+        """Whether the snapshot was good; a bad one is logged, and an older one is tried.
+
+        Raises:
+            CheckpointError: its arrays are those of another architecture than the base model has now.
+        """
         engine = self._models.engine
         try:
-            engine.write_state(snapshot.model_id, read_snapshot(self._data_dir / snapshot.file, snapshot))
+            state = read_snapshot(self._data_dir / snapshot.file, snapshot)
         except CheckpointError as error:
             log.warning("snapshot %s cannot be read: %s", snapshot.file, error)
             return False
+        try:
+            engine.write_state(snapshot.model_id, state)
+        except CheckpointError as error:
+            reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
+            raise CheckpointError(
+                f"the LoRA of model {snapshot.model_id} does not fit the base model that is there now: {reason}; put "
+                "the base model of before back and use --retry"
+            ) from error
         if engine.state_digest(snapshot.model_id, like=snapshot.digest) != snapshot.digest:
             log.warning("snapshot %s is damaged: its digest differs", snapshot.file)
             return False
