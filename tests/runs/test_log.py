@@ -68,6 +68,20 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
         RunLog(tmp_path).start({"seed": 2, "betas": (0.9, 0.999)}, resume=True)
 
 
+def test_a_run_is_resumed_with_another_spelling_of_its_base_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    RunLog(tmp_path / "run").start({"base_model": "./model"}, resume=False)
+    for spelling in ("model", str(tmp_path / "model"), "other/../model"):
+        RunLog(tmp_path / "run").start({"base_model": spelling}, resume=True)
+    for other in ("other", "missing", "Qwen/Qwen3-0.6B"):
+        with pytest.raises(InvalidRequestError, match=r"another value of `base_model`: \./model"):
+            RunLog(tmp_path / "run").start({"base_model": other}, resume=True)
+
+
 def test_a_run_is_resumed_with_another_number_of_printed_samples(tmp_path: Path) -> None:
     RunLog(tmp_path).start({"seed": 1, "print_samples": 0, "data_source": None}, resume=False)
     assert RunLog(tmp_path).start({"seed": 1, "print_samples": 2}, resume=True) is None

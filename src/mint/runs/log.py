@@ -170,7 +170,11 @@ class RunLog:
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.
-        changed = sorted(key for key, value in before.items() if key not in NOT_COMPARED and value != now.get(key))
+        changed = sorted(
+            key
+            for key, value in before.items()
+            if key not in NOT_COMPARED and not _is_same(key, value, now.get(key))
+        )
         if changed:
             told = "; of ".join(f"`{key}`: {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(
@@ -201,3 +205,13 @@ class RunLog:
         end = int(entries["offset"][-1] + entries["size"][-1]) if len(entries) else 0
         os.truncate(path, end)
         replace_file(self.folder / INDEX, entries.tobytes())
+
+
+def _is_same(setting: str, before: object, now: object) -> bool:
+    """Whether two values of a setting are the same: a folder of a base model may be written in two ways."""
+    if before == now:
+        return True
+    if setting != "base_model" or not isinstance(before, str) or not isinstance(now, str):
+        return False
+    folder = Path(now).expanduser()
+    return folder.is_dir() and folder.resolve() == Path(before).expanduser().resolve()
