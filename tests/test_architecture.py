@@ -59,7 +59,7 @@ HOMES: dict[str, frozenset[str]] = {
     "transformers": frozenset(
         {
             "tokenizer/loading.py",
-            "engine/bases",
+            "engine/transformers",
             "models/gguf/conversion.py",
             "models/transformers_progress.py",
         }

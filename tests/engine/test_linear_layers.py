@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mint.engine.bases.linear_layers import linear_layers
+from mint.engine.transformers.linear_layers import linear_layers
 
 
 def _small(family: str) -> Any:

@@ -25,9 +25,6 @@ from transformers import PreTrainedModel
 from mint.engine.bases.base_model import BaseSampler
 from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.bases.sampler_difference import largest_logprob_difference
-from mint.engine.bases.transformers_base import TransformersBase
-from mint.engine.bases.transformers_decoder import TransformersDecoder
-from mint.engine.bases.transformers_measurements import measure
 from mint.engine.devices import Device
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.protocol import (
@@ -41,6 +38,9 @@ from mint.engine.protocol import (
     resolve_loss,
 )
 from mint.engine.torch_engine import TorchEngine
+from mint.engine.transformers.base import TransformersBase
+from mint.engine.transformers.decoder import TransformersDecoder
+from mint.engine.transformers.measurements import measure
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.peft_format import write_peft

@@ -14,8 +14,8 @@ from small_models import write_other_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mint.engine.bases.transformers_loading import load_model
 from mint.engine.torch_engine import TorchEngine
+from mint.engine.transformers.loading import load_model
 from mint.errors import CheckpointError, InvalidRequestError, MintError
 from mint.models.folder import ModelFolder
 

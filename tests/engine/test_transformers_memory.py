@@ -13,12 +13,12 @@ import torch
 from engine_data import LORA, job, train
 from small_models import write_other_model
 
-from mint.engine.bases.transformers_base import TransformersBase
-from mint.engine.bases.transformers_decoder import TransformersDecoder
-from mint.engine.bases.transformers_sampler import CacheUse, TransformersSampler
 from mint.engine.memory.cache_budget import CacheBudget
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, StopRule
 from mint.engine.torch_engine import TorchEngine
+from mint.engine.transformers.base import TransformersBase
+from mint.engine.transformers.decoder import TransformersDecoder
+from mint.engine.transformers.sampler import CacheUse, TransformersSampler
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Of the shape of `write_other_model`: 2 layers, keys and values, 2 heads of 16 numbers in float32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
+from mint.engine.transformers import merged_model
 from mint.errors import CheckpointError, InvalidRequestError
+from mint.models import hf_format
 from mint.models.folder import ModelFolder
-from mint.models.hf_format import write_gguf_ready, write_merged
+from mint.models.hf_format import make_gguf_ready, write_merged
 from mint.models.peft_format import PeftConfig, base_layers, config_json, read_config, read_weights, write_peft
 from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
 
@@ -98,11 +100,69 @@ def test_a_tied_model_whose_file_has_an_output_layer_keeps_that(tmp_path: Path) 
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
-def test_a_merged_export_says_what_to_do_where_the_embedding_has_another_name(tmp_path: Path) -> None:
+OTHER_NAMES: dict[str, dict[str, Any]] = {
+    # the files call a layer, the embedding or the output layer otherwise than the model does
+    "bloom": {},
+    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "falcon": {"head_dim": None},
+    "gpt2": {},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gpt_neox": {},
+    "mamba": {},
+    "mpt": {},
+    "opt": {},
+}
+"""Families on transformers whose files a lora cannot be merged into by the names of its layers."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_transformers_merges_where_files_have_other_names(
+    tmp_path: Path, family: str, dtype: Literal["float32", "float16"]
+) -> None:
+    base = tmp_path / "base"
+    plain = _theirs(write_other_model(base, family, **OTHER_NAMES[family]))
+    (base / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": false}')  # saving refuses this one
+    engine, _ = _train(base, (True, True, True))
+    weights = engine.read_state("m").weights
+    assert merged_model.needs_transformers(base, weights)
+    merged_model.write_merged(tmp_path / "merged", base, weights, scale=32 / 8, dtype=dtype)
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert merged.dtype == getattr(torch, dtype) and not any(report.values())
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= (1e-4 if dtype == "float32" else 0.05)
+    assert np.abs(plain - _theirs(merged)).max() > 0.1  # the lora does something
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_files_take_a_lora_by_its_names_where_they_have_them(tmp_path: Path) -> None:
+    write_other_model(tmp_path / "glm4", "glm4")
+    write_other_model(tmp_path / "gpt2", "gpt2")
+    engine, _ = _train(tmp_path / "glm4", (True, True, True))
+    assert not merged_model.needs_transformers(tmp_path / "glm4", engine.read_state("m").weights)
+    # a square matrix of GPT-2 has the shape of its transpose
+    name = "transformer.h.0.attn.c_proj"
+    weights = {f"{name}.lora_A.weight": np.ones((1, 48), np.float32), f"{name}.lora_B.weight": np.ones((48, 1), "f4")}
+    assert hf_format.holds_layers(ModelFolder(tmp_path / "gpt2"), weights)
+    assert merged_model.needs_transformers(tmp_path / "gpt2", weights)
+
+
+def test_a_merge_refuses_layers_that_the_base_lacks_and_other_shapes(tmp_path: Path) -> None:
     write_other_model(tmp_path / "base", "gpt2")
-    engine, _ = _train(tmp_path / "base", (True, True, True))
-    with pytest.raises(CheckpointError, match="--format peft, or train with train_unembed=False"):
-        write_merged(tmp_path / "merged", tmp_path / "base", engine.read_state("m").weights, scale=32 / 8)
+
+    def merge(name: str, inputs: int, b: float = 1.0, dtype: Literal["float32", "float16"] = "float32") -> None:
+        arrays = {"A": np.ones((1, inputs), np.float32), "B": np.full((144, 1), b, np.float32)}
+        weights = {f"{name}.lora_{part}.weight": array for part, array in arrays.items()}
+        merged_model.write_merged(tmp_path / "merged", tmp_path / "base", weights, scale=1.0, dtype=dtype)
+
+    attention = "transformer.h.0.attn.c_attn"
+    with pytest.raises(CheckpointError, match=r"has no layer transformer\.h\.9\.attn.*--format peft"):
+        merge("transformer.h.9.attn.c_attn", 48)
+    with pytest.raises(CheckpointError, match=r"shapes \(1, 47\) and \(144, 1\), the base \(144, 48\)"):
+        merge(attention, 47)
+    with pytest.raises(CheckpointError, match=r"c_attn.* reaches 1e\+09, too large for float16.*--format hf"):
+        merge(attention, 48, 1e9, "float16")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("parts", [(True, True, True), (False, True, False)])
@@ -281,7 +341,9 @@ def test_a_folder_for_llama_cpp_meets_its_converters_conditions(
 ) -> None:
     engine, _ = _trained(tmp_path / "base", shape, parts)
     (tmp_path / "base" / "generation_config.json").unlink(missing_ok=True)
-    write_gguf_ready(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=4.0)
+    weights = engine.read_state("m").weights
+    write_merged(tmp_path / "out", tmp_path / "base", weights, scale=4.0, dtype="float16")
+    make_gguf_ready(tmp_path / "out", tmp_path / "base")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["dtype"] == config["torch_dtype"] == "float16"
@@ -298,7 +360,7 @@ def test_a_folder_for_llama_cpp_meets_its_converters_conditions(
 def test_weights_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     engine, _ = _trained(tmp_path / "base", "tied", (True, True, True))
     with pytest.raises(CheckpointError, match="too large for float16"):
-        write_gguf_ready(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=1e9)
+        write_merged(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=1e9, dtype="float16")
 
 
 def test_a_lora_of_another_model_cannot_be_merged(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ DATUM = types.Datum(
     loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
 )
 
-OTHERS = ("gemma2", "qwen3_5_moe_text", "deepseek_v3", "falcon_h1")
+OTHERS = ("gemma2", "gpt2", "qwen3_5_moe_text", "deepseek_v3", "falcon_h1")
 """Some that run on the modules of transformers."""
 
 

@@ -245,7 +245,11 @@ def test_a_lora_that_does_not_fit_the_base_of_now_stops_again_and_goes_on_with_t
     harness = opened(harness.session_id)
     error = str(failure(lambda: harness.restore(model_id)))
     harness.service.stop()
-    told = ("does not fit the base model that is there now", "layers.0.self_attn.q_proj", "put the base model of before back")
+    told = (
+        "does not fit the base model that is there now",
+        "layers.0.self_attn.q_proj",
+        "put the base model of before back",
+    )
     assert all(part in error for part in told), error
 
     shutil.rmtree(base)

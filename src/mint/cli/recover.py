@@ -126,8 +126,8 @@ def _report(decided: Decided, as_json: bool) -> None:
     typer.echo(f"{stopped.model_id} {sentences[decided.decision]}")
     if decided.decision != "retry":
         typer.echo(
-            "It is restored at its next request, on the weights, dtype, quantization and kernels that its base model has "
-            "then. If its LoRA does not fit that base model, it stops again"
+            "It is restored at its next request, on the weights, dtype, quantization and kernels that its base model "
+            "has then. If its LoRA does not fit that base model, it stops again"
         )
     if decided.checkpoint is not None:
         typer.echo(f"A program that starts anew can load {decided.checkpoint}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from mint.client.rest_client import RestClient
 from mint.config import Settings, read_settings
-from mint.engine.bases.lora_layers import lora_layers
+from mint.engine.bases.lora_layers import is_own_family, lora_layers
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import InvalidRequestError, MissingExtraError, UnknownBaseModelError
 from mint.extras import install_command
@@ -154,8 +154,23 @@ def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, for
         return
     base = registry.resolve(checkpoint.base_model, settings.model_aliases)
     checkpoint.require_base(base)
-    write = hf_format.write_merged if format == "hf" else hf_format.write_gguf_ready
-    write(folder, base, checkpoint.weights, scale=checkpoint.alpha / checkpoint.rank)
+    _write_merged(folder, base, checkpoint, "float32" if format == "hf" else "float16")
+    if format == "gguf-ready":
+        hf_format.make_gguf_ready(folder, base)
+
+
+def _write_merged(
+    folder: Path, base: Path, checkpoint: _CheckpointWeights, dtype: Literal["float32", "float16"]
+) -> None:
+    source = ModelFolder(base)
+    write = hf_format.write_merged
+    if not is_own_family(source):
+        # Deferred: it takes seconds, and own families do not need it.
+        from mint.engine.transformers import merged_model
+
+        if merged_model.needs_transformers(base, checkpoint.weights):
+            write = merged_model.write_merged
+    write(folder, base, checkpoint.weights, scale=checkpoint.alpha / checkpoint.rank, dtype=dtype)
 
 
 def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:

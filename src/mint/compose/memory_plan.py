@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from mint.config import Settings
-from mint.engine.bases.meta_model import tensors_of_config
 from mint.engine.cuda.operations import CudaOperations
 from mint.engine.devices import Device
 from mint.engine.lora import parameter_count
@@ -16,6 +15,7 @@ from mint.engine.model.weights import list_sites
 from mint.engine.protocol import LoraSpec
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.torch_engine import DTYPES
+from mint.engine.transformers.meta_model import tensors_of_config
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.registry import missing_files, resolve

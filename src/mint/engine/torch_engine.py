@@ -351,7 +351,7 @@ class TorchEngine:
         if self._offload:
             log.warning("MINT_OFFLOAD_ACTIVATIONS is not for %s: its layers are modules of transformers", name)
         # Deferred: it loads transformers' models, which own families do not need.
-        from mint.engine.bases.transformers_base import TransformersBase
+        from mint.engine.transformers.base import TransformersBase
 
         return TransformersBase(
             name,

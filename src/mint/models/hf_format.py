@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,26 @@ _WRITTEN = {"config.json", "model.safetensors.index.json", NOTE}
 """Files that an export has its own of, or needs none of."""
 
 _AS_PEFT = "Export with --format peft"
-"""The remedy if the file calls a layer otherwise than the model does, or stores its matrix transposed."""
+"""The remedy if the lora is not one of this base."""
+
+
+def holds_layers(base: ModelFolder, weights: Mapping[str, np.ndarray]) -> bool:
+    """Whether the files of `base` have each layer of a lora by its name, with a matrix [outputs, inputs] of its shape,
+    so that `write_merged` can merge it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        InvalidRequestError: the tensors are quantized by a method that mint does not read.
+    """
+    tensors = _tensors_to_merge(base, weights)
+    if tensors is None:
+        return False
+    found: set[str] = set()
+    for name, tensor in tensors.items():
+        layers = layers_of(name, tensor.shape, base.config)
+        outputs, inputs = _widths(tensor.shape, layers)
+        found |= {layer for layer in layers.names if _fits(weights, layer, layers.part[1] * outputs, inputs)}
+    return found >= {*module_names(weights)}
 
 
 def write_merged(
@@ -44,10 +63,11 @@ def write_merged(
             float16.
     """
     source = ModelFolder(base)
-    tensors = source.tensors()
     config = dict(source.config)
-    if "lm_head.lora_A.weight" in weights and config.get("tie_word_embeddings", False):
-        tensors["lm_head.weight"] = _unembedding(tensors, base)
+    tensors = _tensors_to_merge(source, weights)
+    if tensors is None:
+        raise CheckpointError(f"the embedding of {base} is not called model.embed_tokens", remedy=_AS_PEFT)
+    if _unties(config, weights):
         config["tie_word_embeddings"] = False
     layers = {name: layers_of(name, tensor.shape, config) for name, tensor in tensors.items()}
     known = {name for found in layers.values() for name in found.names}
@@ -60,22 +80,26 @@ def write_merged(
         name: _round(name, _merge(tensor, layers[name], weights, scale), dtype) for name, tensor in tensors.items()
     }
     write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
-    for path in base.iterdir():
-        if path.suffix in _COPIED and path.name not in _WRITTEN:
-            shutil.copyfile(path, folder / path.name)
+    copy_companions(base, folder)
     write_file(folder / "config.json", [json.dumps(config, indent=2).encode()])
 
 
-def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *, scale: float) -> None:
-    """Same as `write_merged`, in the form that llama.cpp's convert_hf_to_gguf.py reads.
+def copy_companions(base: Path, folder: Path) -> None:
+    """Copies tokenizer, chat template and generation settings of `base` to an export."""
+    for path in base.iterdir():
+        if path.suffix in _COPIED and path.name not in _WRITTEN:
+            shutil.copyfile(path, folder / path.name)
 
-    That is in float16, whose steps are eight times finer than bfloat16's, with the architecture's name, and with
-    generation settings that name the end tokens.
+
+def make_gguf_ready(folder: Path, base: Path) -> None:
+    """Brings the merged model in `folder`, in float16, into the form that llama.cpp's convert_hf_to_gguf.py reads.
+
+    That is with the architecture's name, and with generation settings that name the end tokens. The steps of float16
+    are eight times finer than those of bfloat16.
 
     Raises:
-        CheckpointError: as `write_merged`, or the base does not name its architecture.
+        CheckpointError: the base does not name its architecture.
     """
-    write_merged(folder, base, weights, scale=scale, dtype="float16")
     source = ModelFolder(base)
     if not source.config.get("architectures"):
         raise CheckpointError(
@@ -89,23 +113,50 @@ def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray]
         write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
 
 
-def _unembedding(tensors: Mapping[str, StoredTensor], base: Path) -> StoredTensor:
-    """The matrix of the output layer of a tied model: transformers takes that of the file, if there is one."""
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        if name in tensors:
-            return tensors[name]
-    raise CheckpointError(
-        f"the lora trains the output layer, which is the embedding of {base} and not called model.embed_tokens there",
-        remedy=f"{_AS_PEFT}, or train with train_unembed=False",
-    )
+def require_float16(name: str, largest: float) -> None:
+    """Checks that float16 has the `largest` magnitude of a tensor.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if largest > float(np.finfo(np.float16).max):
+        raise CheckpointError(f"{name} reaches {largest:g}, too large for float16", remedy="Export with --format hf")
+
+
+def _unties(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> bool:
+    return "lm_head.lora_A.weight" in weights and bool(config.get("tie_word_embeddings", False))
+
+
+def _tensors_to_merge(base: ModelFolder, weights: Mapping[str, np.ndarray]) -> dict[str, StoredTensor] | None:
+    """The tensors of the files; with an output layer if the lora trains that of a tied model. None where none of them
+    is known to be its matrix."""
+    tensors = base.tensors()
+    if _unties(base.config, weights):
+        # transformers takes the output layer of the file, if there is one
+        own = tensors.get("lm_head.weight", tensors.get("model.embed_tokens.weight"))
+        if own is None:
+            return None
+        tensors["lm_head.weight"] = own
+    return tensors
+
+
+def _widths(shape: Sequence[int], layers: LayersOfTensor) -> tuple[int, int]:
+    """Outputs and inputs of each matrix in a tensor; zeros if it has none."""
+    matrix = tuple(shape[1:] if layers.is_stacked else shape)
+    if len(matrix) != 2:
+        return 0, 0
+    return (matrix[1], matrix[0]) if layers.inputs_first else (matrix[0], matrix[1])
+
+
+def _fits(weights: Mapping[str, np.ndarray], layer: str, outputs: int, inputs: int) -> bool:
+    a, b = weights.get(f"{layer}.lora_A.weight"), weights.get(f"{layer}.lora_B.weight")
+    return a is not None and b is not None and (b.shape[0], a.shape[1]) == (outputs, inputs)
 
 
 def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float32":
         return merged
-    largest = float(np.abs(merged).max(initial=0.0))
-    if largest > float(np.finfo(np.float16).max):
-        raise CheckpointError(f"{name} reaches {largest:g}, too large for float16", remedy="Export with --format hf")
+    require_float16(name, float(np.abs(merged).max(initial=0.0)))
     return merged.astype(np.float16)
 
 

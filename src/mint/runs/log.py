@@ -171,9 +171,7 @@ class RunLog:
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         # A setting that the folder does not have is newer than its run, which was made with the default.
         changed = sorted(
-            key
-            for key, value in before.items()
-            if key not in NOT_COMPARED and not _is_same(key, value, now.get(key))
+            key for key, value in before.items() if key not in NOT_COMPARED and not _is_same(key, value, now.get(key))
         )
         if changed:
             told = "; of ".join(f"`{key}`: {before[key]}, not {now.get(key)}" for key in changed)

@@ -1,1 +1,1 @@
-"""The base models of an engine: on mint's decoder, and on the modules of transformers."""
+"""The base models of an engine: what they have in common, and those on mint's own decoder."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mint.engine.bases.meta_model import meta_model
 from mint.engine.model.config import read_decoder_config
+from mint.engine.transformers.meta_model import meta_model
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.peft_format import Layer, base_layers
@@ -17,16 +17,21 @@ def lora_layers(folder: ModelFolder) -> dict[str, Layer]:
         InvalidRequestError: transformers cannot make a causal language model of config.json.
         CheckpointError: a weight file is damaged.
     """
+    return base_layers(folder) if is_own_family(folder) else _layers_of_modules(folder)
+
+
+def is_own_family(folder: ModelFolder) -> bool:
+    """Whether the model runs on mint's own decoder."""
     try:
         read_decoder_config(folder.config)
     except InvalidRequestError:
-        return _layers_of_modules(folder)
-    return base_layers(folder)
+        return False
+    return True
 
 
 def _layers_of_modules(folder: ModelFolder) -> dict[str, Layer]:
     # Deferred: they take seconds, and own families do not need them.
-    from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
+    from mint.engine.transformers.linear_layers import linear_layers, part_of, widths_of
 
     layers = {}
     for name, module in linear_layers(meta_model(folder)).items():

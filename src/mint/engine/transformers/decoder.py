@@ -20,9 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mint.engine.bases.linear_layers import linear_layers, part_of, widths_of
-from mint.engine.bases.transformers_corrections import correct_steps, rotation_switch
-from mint.engine.bases.transformers_loading import load_model
 from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
@@ -31,6 +28,9 @@ from mint.engine.model.weights import LayerSource
 from mint.engine.packing import MicroBatch, pack, pack_padded
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.transfers import upload
+from mint.engine.transformers.corrections import correct_steps, rotation_switch
+from mint.engine.transformers.linear_layers import linear_layers, part_of, widths_of
+from mint.engine.transformers.loading import load_model
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.bases.transformers_decoder import ModelCache, TransformersDecoder
 from mint.engine.drawing.draw import TorchDraw
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.memory.cache_budget import CacheBudget
@@ -32,6 +31,7 @@ from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
 from mint.engine.sampling.prompt_scoring import asks, score_prompt
 from mint.engine.sampling.sampler import NO_MEMORY
 from mint.engine.sampling.sequences import Sequences
+from mint.engine.transformers.decoder import ModelCache, TransformersDecoder
 
 MAX_SEQUENCES = 128
 """Sequences that are decoded in one step; further jobs wait. Each job has a forward of its own, so a step takes as long

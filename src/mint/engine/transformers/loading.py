@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mint.engine.bases.meta_model import first_line, meta_model
 from mint.engine.protocol import is_out_of_memory
+from mint.engine.transformers.meta_model import first_line, meta_model
 from mint.errors import CheckpointError, InvalidRequestError, MintError
 from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.bases.transformers_decoder import TransformersDecoder
-from mint.engine.bases.transformers_sampler import CacheUse
 from mint.engine.lora import LoraLayout, LoraRows, LoraWeights
 from mint.engine.memory.cache_budget import CacheCost
 from mint.engine.memory.micro_batches import fit_rows
 from mint.engine.protocol import LoraSpec, TrainDatum, is_out_of_memory
+from mint.engine.transformers.decoder import TransformersDecoder
+from mint.engine.transformers.sampler import CacheUse
 from mint.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)

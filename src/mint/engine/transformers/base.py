@@ -17,15 +17,15 @@ import transformers
 from mint.engine.bases.base_model import RECOMPUTE, BaseModel, in_mib, log_micro_batches
 from mint.engine.bases.cache_sizes import CacheSizes
 from mint.engine.bases.sampler_difference import largest_logprob_difference
-from mint.engine.bases.transformers_decoder import TransformersDecoder
-from mint.engine.bases.transformers_measurements import measure
-from mint.engine.bases.transformers_sampler import TransformersSampler
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
 from mint.engine.memory.cache_budget import fit_budget
 from mint.engine.memory.micro_batches import activation_budget
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.sampler import COUNTERS
+from mint.engine.transformers.decoder import TransformersDecoder
+from mint.engine.transformers.measurements import measure
+from mint.engine.transformers.sampler import TransformersSampler
 from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)

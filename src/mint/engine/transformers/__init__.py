@@ -1,0 +1,1 @@
+"""Base models on the modules of transformers: every causal model that mint's own decoder does not know."""

@@ -1,0 +1,93 @@
+"""A base model with a lora merged into it, written by transformers.
+
+For bases whose files name a layer otherwise than the model does, or store its matrix transposed (GPT-2), and for tied
+models whose embedding is not `model.embed_tokens`. `models/hf_format` merges into the tensors of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from mint.engine.lora import UNEMBED
+from mint.engine.transformers.linear_layers import linear_layers
+from mint.engine.transformers.loading import load_model
+from mint.engine.transformers.meta_model import meta_model
+from mint.errors import CheckpointError
+from mint.models.folder import ModelFolder
+from mint.models.hf_format import copy_companions, holds_layers, require_float16
+from mint.models.peft_format import module_names
+from mint.models.transformers_progress import without_progress
+
+
+def needs_transformers(base: Path, weights: Mapping[str, np.ndarray]) -> bool:
+    """Whether a lora cannot be merged into the tensors of the files of `base` by their names."""
+    folder = ModelFolder(base)
+    if not holds_layers(folder, weights):
+        return True
+    return any(isinstance(layer, Conv1D) for layer in linear_layers(meta_model(folder)).values())
+
+
+def write_merged(
+    folder: Path,
+    base: Path,
+    weights: Mapping[str, np.ndarray],
+    *,
+    scale: float,
+    dtype: Literal["float32", "float16"] = "float32",
+) -> None:
+    """Writes `base` + `scale · B @ A` to `folder`, with the names that transformers gives the tensors of its files.
+
+    Args as those of `mint.models.hf_format.write_merged`. A lora on the unembedding of a tied model unties it.
+
+    Raises:
+        InvalidRequestError: transformers cannot load the base.
+        CheckpointError: the lora has a layer that the model lacks, or other shapes; or a weight is too large for
+            float16.
+    """
+    model = load_model(ModelFolder(base), torch.float32)
+    layers = linear_layers(model)
+    if f"{UNEMBED}.lora_A.weight" in weights:
+        _untie(model, layers[UNEMBED])
+    for name in module_names(weights):
+        _add(layers.get(name), name, weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"], scale)
+    if dtype == "float16":
+        for name, parameter in model.named_parameters():
+            require_float16(name, float(parameter.abs().max()) if parameter.numel() else 0.0)
+    model.generation_config = GenerationConfig()  # that of the base is copied: saving may refuse it
+    with without_progress():
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    copy_companions(base, folder)
+
+
+def _untie(model: PreTrainedModel, unembedding: nn.Module) -> None:
+    """Gives the unembedding a matrix of its own, and says so in the configuration."""
+    assert isinstance(unembedding, nn.Linear)
+    unembedding.weight = nn.Parameter(unembedding.weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    # By these, saving would leave the matrix out.
+    model._tied_weights_keys = {}
+    model.all_tied_weights_keys = {}
+
+
+def _add(layer: nn.Module | None, name: str, a: np.ndarray, b: np.ndarray, scale: float) -> None:
+    """Adds `scale` · `b` [O, r] @ `a` [r, I] to the matrix of a layer."""
+    weight = None if layer is None else layer.weight
+    if not isinstance(weight, Tensor):
+        raise CheckpointError(f"the base model has no layer {name}", remedy="Export with --format peft")
+    matrix = weight.T if isinstance(layer, Conv1D) else weight
+    if matrix.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
+        raise CheckpointError(
+            f"the lora of {name} has shapes {a.shape} and {b.shape}, the base {tuple(matrix.shape)}",
+            remedy="Export with --format peft",
+        )
+    matrix += torch.from_numpy(np.float32(scale) * (b @ a))
