@@ -41,13 +41,17 @@ def _write_gguf(
     *,
     layers: int = LAYERS,
     without: str | None = None,
+    architecture: str = "llama",
+    head_dim: int = HIDDEN // HEADS,
+    infinite: str | None = None,
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
-    """A random Llama with quantised matrices, as llama.cpp's converter would write it; it says that it has so many
-    `layers`. Further `tensors`, and none of a name that has `without` in it; `edit` adds fields."""
+    """A random model with quantised matrices, as llama.cpp's converter would write it; it says that it has so many
+    `layers`. Further `tensors`, and none of a name that has `without` in it; the vector `infinite` begins with infinity;
+    `edit` adds fields."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(layers)
     edit(writer)
     writer.add_context_length(128)
@@ -55,6 +59,7 @@ def _write_gguf(
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(WORDS))
@@ -67,8 +72,11 @@ def _write_gguf(
     writer.add_unk_token_id(0)
     shapes = {"token_embd": (len(WORDS), HIDDEN), "output_norm": (HIDDEN,), "output": (len(WORDS), HIDDEN)}
     for layer in range(LAYERS):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            shapes[f"blk.{layer}.{name}"] = (HIDDEN, HIDDEN)
+        for name in ("attn_q", "attn_k", "attn_v"):
+            shapes[f"blk.{layer}.{name}"] = (HEADS * head_dim, HIDDEN)
+        shapes[f"blk.{layer}.attn_output"] = (HIDDEN, HEADS * head_dim)
+        if architecture == "qwen3":
+            shapes |= {f"blk.{layer}.attn_{name}_norm": (head_dim,) for name in ("q", "k")}
         for name in ("attn_norm", "ffn_norm"):
             shapes[f"blk.{layer}.{name}"] = (HIDDEN,)
         shapes |= {f"blk.{layer}.ffn_{name}": (INNER, HIDDEN) for name in ("gate", "up")}
@@ -79,6 +87,8 @@ def _write_gguf(
         values = rng.normal(1.0 if "norm" in name else 0.0, 0.15, shape).astype(np.float32)
         if without is not None and without in name:
             continue
+        if name == infinite:
+            values[0] = np.inf
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", values)
         else:
@@ -228,6 +238,35 @@ def test_a_file_without_one_of_its_tensors_is_refused_by_its_name(tmp_path: Path
     _write_gguf(path, without=name)
     with pytest.raises(InvalidRequestError, match=r"lacks the tensor (model|lm_head)\.[\w.]+\. Give a complete file"):
         registry.resolve(str(path), {})
+
+
+@pytest.mark.parametrize(("architecture", "head_dim"), [("qwen3", 32), ("qwen3", 16), ("llama", 16)])
+def test_the_width_of_heads_is_that_of_the_file(tmp_path: Path, architecture: str, head_dim: int) -> None:
+    path = tmp_path / "heads.gguf"
+    _write_gguf(path, architecture=architecture, head_dim=head_dim)
+    config = AutoConfig.from_pretrained(registry.resolve(str(path), {}))
+    assert (config.model_type, config.head_dim) == (architecture, head_dim)
+
+
+def test_a_tensor_of_another_shape_than_the_header_says_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "heads.gguf"
+    _write_gguf(path, architecture="qwen3", head_dim=32)
+    content = path.read_bytes()
+    key = b"qwen3.attention.key_length"
+    place = content.index(key) + len(key) + 4
+    path.write_bytes(content[:place] + (48).to_bytes(4, "little") + content[place + 4 :])
+    told = r"its tensor model\.layers\.0\.\S+ has the shape \[\d+(, 64)?\], and its header says \[\d+(, 64)?\]"
+    with pytest.raises(InvalidRequestError, match=told):
+        registry.resolve(str(path), {})
+
+
+def test_numbers_that_are_not_finite_are_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "infinite.gguf"
+    _write_gguf(path, infinite="blk.1.ffn_norm")
+    told = r"infinite\.gguf.*post_attention_layernorm\.weight has numbers that are not finite"
+    with pytest.raises(InvalidRequestError, match=told):
+        registry.resolve(str(path), {})
+    assert not [*(tmp_path / "cache" / "mint").glob("*/*/config.json")]
 
 
 @pytest.mark.parametrize(("layers", "without"), [(2**31, None), (1, None), (2, "blk.1.")])

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint.errors import InvalidRequestError
 from mint.models.gguf.header import GgufHeader
 from mint.models.gguf.layout import CutOffError, GgufLayout, read_layout
@@ -46,7 +48,7 @@ def convert(file: Path, folder: Path) -> None:
     """
     # Deferred: only GGUF files need them, and they take seconds to import.
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
@@ -56,7 +58,12 @@ def convert(file: Path, folder: Path) -> None:
         scaling = header.rope_scaling()
         with without_progress():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **given)
+            described: Any = AutoConfig.from_pretrained(file.parent, **given)
+            if header.head_dim is not None and isinstance(getattr(described, "head_dim", None), int):
+                described.head_dim = header.head_dim
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, config=described, output_loading_info=True, ignore_mismatched_sizes=True, **given
+            )
         model, found = loaded
     except InvalidRequestError as error:
         raise _unreadable(file, str(error)) from error
@@ -66,16 +73,19 @@ def convert(file: Path, folder: Path) -> None:
         raise _unreadable(file, first, remedy) from error
     _require_all_loaded(file, found)
     _require_nothing_left(file, header, model)
-    folder.mkdir()
-    tokenizer.save_pretrained(folder)
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     if scaling:
         _scale_positions(config, scaling)
     config |= {"architectures": [type(model).__name__], "dtype": "float32"}
     tensors = {name: tensor.float().contiguous().numpy() for name, tensor in model.state_dict().items()}
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise _unreadable(file, f"its tensor {name} has numbers that are not finite", "Give an undamaged file")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
+    folder.mkdir()
+    tokenizer.save_pretrained(folder)
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     ends = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
     write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
@@ -120,17 +130,20 @@ def _require_space(file: Path, layout: GgufLayout, disk: Path) -> None:
 
 
 def _require_all_loaded(file: Path, found: dict[str, Any]) -> None:
-    """Refuses a file without a tensor that the model has: transformers would take random numbers.
+    """Refuses a file without a tensor that the model has, or with one of another shape: transformers would take random
+    numbers.
 
     Raises:
         InvalidRequestError: names one.
     """
-    missing = sorted({*found["missing_keys"], *map(str, found["mismatched_keys"])})
+    remedy = "Give a complete file, or a Hugging Face folder"
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        problem = f"its tensor {name} has the shape {list(stored)}, and its header says {list(wanted)}"
+        raise _unreadable(file, problem, remedy)
+    missing = sorted(found["missing_keys"])
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise _unreadable(
-            file, f"it lacks the tensor {missing[0]}{more}", "Give a complete file, or a Hugging Face folder"
-        )
+        raise _unreadable(file, f"it lacks the tensor {missing[0]}{more}", remedy)
 
 
 def _require_nothing_left(file: Path, header: GgufHeader, model: Any) -> None:

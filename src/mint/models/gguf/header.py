@@ -34,6 +34,10 @@ _WRITE_IT_TWICE = ("falcon", "bloom")
 """Architectures whose files have an unembedding that is the embedding once more."""
 
 
+_TWO_WIDTHS = ("gemma4",)
+"""Architectures whose layers have heads of two widths, which transformers reads."""
+
+
 class GgufHeader:
     """The fields and the tensors of one file, read by the `gguf` package."""
 
@@ -52,6 +56,13 @@ class GgufHeader:
         left_out = ("output.weight",) if self.architecture in _WRITE_IT_TWICE else ()
         counted = [own for name, own in self._tensors.items() if not name.startswith("rope_f") and name not in left_out]
         return sum(int(own.n_elements) for own in counted)
+
+    @property
+    def head_dim(self) -> int | None:
+        """The width of an attention head, which transformers does not read of every architecture; None where the file
+        does not say it, or has several."""
+        width = self._fields.get(f"{self.architecture}.attention.key_length")
+        return width if isinstance(width, int) and self.architecture not in _TWO_WIDTHS else None
 
     def require_whole(self) -> None:
         """Checks that the tensors of all layers are in this file.
