@@ -100,6 +100,12 @@ def test_a_tied_model_whose_file_has_an_output_layer_keeps_that(tmp_path: Path) 
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
+_ZAMBA2 = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+           "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24, "mamba_ngroups": 1,
+           "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8, "use_shared_attention_adapter": True,
+           "head_dim": None}  # fmt: skip
+"""Layers 1 and 3 share a transformer."""
+
 OTHER_NAMES: dict[str, dict[str, Any]] = {
     # the files call a layer, the embedding or the output layer otherwise than the model does
     "bloom": {},
@@ -111,6 +117,7 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {
     "mamba": {},
     "mpt": {},
     "opt": {},
+    "zamba2": _ZAMBA2,
 }
 """Families on transformers whose files a lora cannot be merged into by the names of its layers."""
 
@@ -194,10 +201,7 @@ ODD_NAMES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
                      "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
                      "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
-               "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24,
-               "mamba_ngroups": 1, "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8,
-               "use_shared_attention_adapter": True, "head_dim": None},
+    "zamba2": _ZAMBA2,
     # dense MLPs beside experts that are in one tensor
     "ernie4_5_moe": {"moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2,
                      "moe_intermediate_size": 16},

@@ -48,8 +48,8 @@ def _write_gguf(
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
     """A random model with quantised matrices, as llama.cpp's converter would write it; it says that it has so many
-    `layers`. Further `tensors`, and none of a name that has `without` in it; the vector `infinite` begins with infinity;
-    `edit` adds fields."""
+    `layers`. Further `tensors`, and none of a name that has `without` in it; the vector `infinite` begins with
+    infinity; `edit` adds fields."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(layers)

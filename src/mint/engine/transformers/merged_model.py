@@ -6,6 +6,7 @@ models whose embedding is not `model.embed_tokens`. `models/hf_format` merges in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from mint.engine.lora import UNEMBED
 from mint.engine.transformers.linear_layers import linear_layers
 from mint.engine.transformers.loading import load_model
 from mint.engine.transformers.meta_model import meta_model
@@ -45,7 +45,7 @@ def write_merged(
 ) -> None:
     """Writes `base` + `scale · B @ A` to `folder`, with the names that transformers gives the tensors of its files.
 
-    Args as those of `mint.models.hf_format.write_merged`. A lora on the unembedding of a tied model unties it.
+    Args as those of `mint.models.hf_format.write_merged`. A lora on weights that are tied to others unties them.
 
     Raises:
         InvalidRequestError: transformers cannot load the base.
@@ -54,8 +54,8 @@ def write_merged(
     """
     model = load_model(ModelFolder(base), torch.float32)
     layers = linear_layers(model)
-    if f"{UNEMBED}.lora_A.weight" in weights:
-        _untie(model, layers[UNEMBED])
+    if _is_on_tied_weights(model, [layers[name] for name in module_names(weights) if name in layers]):
+        _untie(model)
     for name in module_names(weights):
         _add(layers.get(name), name, weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"], scale)
     if dtype == "float16":
@@ -68,13 +68,24 @@ def write_merged(
     copy_companions(base, folder)
 
 
-def _untie(model: PreTrainedModel, unembedding: nn.Module) -> None:
-    """Gives the unembedding a matrix of its own, and says so in the configuration."""
-    assert isinstance(unembedding, nn.Linear)
-    unembedding.weight = nn.Parameter(unembedding.weight.detach().clone(), requires_grad=False)
+def _is_on_tied_weights(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    """Whether the matrix of one of these layers is that of another module, too: an unembedding that is the embedding,
+    or one of the layers that Zamba 2 has in common."""
+    uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
+    return any(uses[layer.weight.data_ptr()] > 1 for layer in layers if isinstance(layer.weight, Tensor))
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Gives every module parameters of its own, and says so in the configuration, by which they would be tied again."""
+    places: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.data_ptr() in places:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+            places.add(parameter.data_ptr())
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
-    # By these, saving would leave the matrix out.
+    # By these, saving would leave out a matrix.
     model._tied_weights_keys = {}
     model.all_tied_weights_keys = {}
 
