@@ -9,6 +9,7 @@ import errno
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -154,23 +155,36 @@ def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, for
         return
     base = registry.resolve(checkpoint.base_model, settings.model_aliases)
     checkpoint.require_base(base)
-    _write_merged(folder, base, checkpoint, "float32" if format == "hf" else "float16")
+    scale = checkpoint.alpha / checkpoint.rank
+    write_merged(folder, base, checkpoint.weights, scale=scale, dtype="float32" if format == "hf" else "float16")
     if format == "gguf-ready":
         hf_format.make_gguf_ready(folder, base)
 
 
-def _write_merged(
-    folder: Path, base: Path, checkpoint: _CheckpointWeights, dtype: Literal["float32", "float16"]
+def write_merged(
+    folder: Path,
+    base: Path,
+    weights: Mapping[str, np.ndarray],
+    *,
+    scale: float,
+    dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
-    source = ModelFolder(base)
+    """Writes `base` + `scale · B @ A` to `folder`: into the tensors of its files, or by transformers where files have
+    other names than the model.
+
+    Raises:
+        InvalidRequestError: transformers cannot load the base.
+        CheckpointError: the lora has a layer that the base lacks, or other shapes; or a weight is too large for
+            float16.
+    """
     write = hf_format.write_merged
-    if not is_own_family(source):
+    if not is_own_family(ModelFolder(base)):
         # Deferred: it takes seconds, and own families do not need it.
         from mint.engine.transformers import merged_model
 
-        if merged_model.needs_transformers(base, checkpoint.weights):
+        if merged_model.needs_transformers(base, weights):
             write = merged_model.write_merged
-    write(folder, base, checkpoint.weights, scale=checkpoint.alpha / checkpoint.rank, dtype=dtype)
+    write(folder, base, weights, scale=scale, dtype=dtype)
 
 
 def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
