@@ -42,6 +42,9 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_
           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
           "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None}  # fmt: skip
 
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+         "mamba_chunk_size": 8, "mamba_d_ssm": 96}  # fmt: skip
+
 CHANGES: dict[str, dict[str, Any]] = {
     "bitnet": EQUAL_HEADS,
     "codegen": {"rotary_dim": 4, "n_ctx": 256},
@@ -50,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "falcon": {"head_dim": None},
+    "falcon_h1": MAMBA,
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
                  "topk_group": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
@@ -57,6 +61,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gpt_neox_japanese": EQUAL_HEADS,
     "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {**MAMBA, "num_local_experts": 0, "layer_types": ["mamba", "attention"],
+                         "shared_intermediate_size": 32},
     "helium": EQUAL_HEADS,
     "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
                       "zero_expert_num": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "head_dim": 8,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
 from default_engine import fake_engine
 
 import mint
 from mint.compose.embedded import open_embedded
+from mint.errors import InvalidRequestError
 
 
 def embedded(folder: Path) -> mint.ServiceClient:
@@ -29,6 +32,15 @@ def test_every_question_is_answered_in_process(tmp_path: Path) -> None:
         assert url.expires.tzinfo is not None
         rest.delete_checkpoint_from_tinker_path(path).result()
         assert rest.list_checkpoints(trainer.model_id).result().checkpoints == []
+
+
+@pytest.mark.parametrize("wrong", ["", "..", 3, None, "half \ud800"])
+def test_what_is_no_id_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with embedded(tmp_path / "data") as client:
+        rest = client.create_rest_client()
+        for ask in (rest.get_sampler, rest.get_session, rest.get_training_run, rest.list_checkpoints):
+            with pytest.raises(InvalidRequestError, match=r"^id.*is not an id.*that a listing shows"):
+                ask(wrong).result()
 
 
 def test_the_async_twins_return_the_value(tmp_path: Path) -> None:

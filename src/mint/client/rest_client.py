@@ -366,9 +366,13 @@ async def all_checkpoints(session: Session, path: str) -> AsyncIterator[Checkpoi
 
 def _part(text: str) -> str:
     """A part of a route's path, quoted."""
-    if text in ("", ".", ".."):
-        raise InvalidRequestError("is not an id", field="id", value=text, remedy="Pass an id that a listing shows")
-    return quote(text, safe=":")
+    remedy = "Pass an id that a listing shows"
+    if not isinstance(text, str) or text in ("", ".", ".."):
+        raise InvalidRequestError("is not an id", field="id", value=text, remedy=remedy)
+    try:
+        return quote(text, safe=":")
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise InvalidRequestError("is not an id", field="id", value=ascii(text), remedy=remedy) from error
 
 
 def _route(parsed: ParsedCheckpointTinkerPath) -> str:
