@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from subprocess import PIPE
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -150,6 +153,16 @@ def test_copies_of_a_file_share_one_conversion_whatever_their_names(file: Path, 
     os.utime(copy, (0, 0))
     assert registry.resolve(str(copy), {}) == first
     assert list(first.parent.iterdir()) == [first]
+
+
+def test_two_processes_at_once_read_a_new_file_once(file: Path, tmp_path: Path) -> None:
+    program = "import sys; from mint.models import registry; print(registry.resolve(sys.argv[1], {}))"
+    command = [sys.executable, "-c", f"import logging; logging.basicConfig(level='INFO'); {program}", str(file)]
+    processes = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) for _ in range(2)]
+    told = [process.communicate(timeout=120) for process in processes]
+    assert len({out for out, _ in told}) == 1 and Path(told[0][0].strip()).is_dir()
+    assert sum(log.count(f"reading {file}, once") for _, log in told) == 1
+    assert len(list((tmp_path / "cache" / "mint" / "gguf").iterdir())) == 1
 
 
 def _cut(file: Path) -> None:

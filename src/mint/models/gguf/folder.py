@@ -52,13 +52,18 @@ def gguf_folder(file: Path) -> Path:
     key = f"{_content_hash(file, caches / 'gguf-hashes')[:24]}-{_READING}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        kept = sorted(folder for folder in cache.glob(f"*-{key}") if folder.is_dir())
-        whole = next((folder for folder in kept if _is_whole(folder)), None)
+        whole = next(filter(_is_whole, _conversions(cache, key)), None)
         if whole is not None:
             return whole
-        folder = kept[0] if kept else cache / f"{file.stem}-{key}"
-        log.info("reading %s, %s", file, "again: its conversion is damaged" if kept else "once")
-        _write_folder(file, folder)
+        with _alone(caches / "gguf-locks" / key, file):
+            kept = _conversions(cache, key)  # again: another process may have written it meanwhile
+            whole = next(filter(_is_whole, kept), None)
+            if whole is not None:
+                return whole
+            folder = kept[0] if kept else cache / f"{file.stem}-{key}"
+            log.info("reading %s, %s", file, "again: its conversion is damaged" if kept else "once")
+            _write_folder(file, folder)
+            return folder
     except OSError as error:
         raise InvalidRequestError(
             f"cannot be written to {cache}, which needs about 4 bytes for each parameter: {error.strerror}",
@@ -66,7 +71,23 @@ def gguf_folder(file: Path) -> Path:
             value=str(file),
             remedy="Free disk space there, or set XDG_CACHE_HOME to another folder",
         ) from error
-    return folder
+
+
+def _conversions(cache: Path, key: str) -> list[Path]:
+    return sorted(folder for folder in cache.glob(f"*-{key}") if folder.is_dir())
+
+
+@contextmanager
+def _alone(lock_file: Path, file: Path) -> Generator[None]:
+    """A block that one process at a time is in: two would need the memory for a model twice."""
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file.open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process, which reads %s", file)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _content_hash(file: Path, hashes: Path) -> str:
@@ -119,10 +140,9 @@ def _write_folder(file: Path, folder: Path) -> None:
         write_file(content / NOTE, [json.dumps({"source": str(file), "files": files}, indent=2).encode()])
         try:
             content.rename(folder)
-        except OSError:  # another process was faster, or a damaged one is there
-            if not _is_whole(folder):
-                folder.rename(temporary / "damaged")
-                content.rename(folder)
+        except OSError:  # a damaged one is there
+            folder.rename(temporary / "damaged")
+            content.rename(folder)
 
 
 @contextmanager
