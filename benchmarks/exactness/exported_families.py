@@ -54,6 +54,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "falcon": {"head_dim": None},
     "falcon_h1": MAMBA,
+    "gemma3": {"text_config": {**SIZES, "sliding_window": 16},
+               "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+               "mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94},
+    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+                     "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
+                     "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
+    "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
                  "topk_group": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
@@ -84,7 +92,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What a family needs beside or instead of `SIZES`; None leaves a size out."""
 
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 100_000_000
 """A family that has more in these sizes takes others from its defaults, and is left out."""
 
 TOKENS = np.random.default_rng(0).integers(3, 97, 30)
