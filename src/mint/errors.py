@@ -69,10 +69,16 @@ class MintError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = self.message
-        if self.field is not None:  # one that is missing, or contradicts another, may have no value to show
-            text = f"{self.field}: {text}" if self.value is None else f"{self.field} = {self.value}: {text}"
-        return text if self.remedy is None else f"{text}. {self.remedy}"
+        return self.reason if self.remedy is None else f"{self.reason}. {self.remedy}"
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, with the field and its value, without the remedy."""
+        if self.field is None:
+            return self.message
+        # one that is missing, or contradicts another, may have no value to show
+        named = self.field if self.value is None else f"{self.field} = {self.value}"
+        return f"{named}: {self.message}"
 
     @property
     def status_code(self) -> int:

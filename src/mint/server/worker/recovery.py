@@ -100,7 +100,7 @@ class Recovery:
 
     def stop(self, model_id: str, error: MintError) -> MintError:
         """Stops a model: its requests fail until an operator decides. Returns the error of this request."""
-        reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
+        reason = error.reason
         self._models.drop(model_id)
         if isinstance(error, DamagedDataError):
             self._journal.storage.note_damage("a row is not as it was written")  # without ids: anybody may read this
@@ -169,10 +169,9 @@ class Recovery:
         try:
             engine.write_state(snapshot.model_id, state)
         except CheckpointError as error:
-            reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
             raise CheckpointError(
-                f"the LoRA of model {snapshot.model_id} does not fit the base model that is there now: {reason}; put "
-                "the base model of before back and use --retry"
+                f"the LoRA of model {snapshot.model_id} does not fit the base model that is there now: {error.reason}; "
+                "put the base model of before back and use --retry"
             ) from error
         if engine.state_digest(snapshot.model_id, like=snapshot.digest) != snapshot.digest:
             log.warning("snapshot %s is damaged: its digest differs", snapshot.file)
