@@ -372,3 +372,20 @@ def test_a_lora_of_another_model_cannot_be_merged(tmp_path: Path) -> None:
     write_model(tmp_path / "other", "one_kv_head")
     with pytest.raises(CheckpointError):
         write_merged(tmp_path / "merged", tmp_path / "other", engine.read_state("m").weights, scale=4.0)
+
+
+@pytest.mark.parametrize("parts", [(True, True, True), (True, True, False)])
+def test_a_tied_model_is_merged_whose_config_leaves_the_default_of_its_family_out(
+    tmp_path: Path, parts: tuple[bool, bool, bool]
+) -> None:
+    """As the published config.json of Gemma 3 does."""
+    base = tmp_path / "base"
+    write_model(base, "tied", family="gemma3_text")
+    config = json.loads((base / "config.json").read_text())
+    assert config.pop("tie_word_embeddings")
+    (base / "config.json").write_text(json.dumps(config))
+    engine, _ = _train(base, parts)
+    write_merged(tmp_path / "merged", base, engine.read_state("m").weights, scale=32 / 8)
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report.values())
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4

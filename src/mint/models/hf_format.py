@@ -14,7 +14,7 @@ from mint.errors import CheckpointError
 from mint.models.expert_layers import LayersOfTensor, layers_of
 from mint.models.folder import ModelFolder
 from mint.models.gguf.folder import NOTE
-from mint.models.peft_format import module_names
+from mint.models.peft_format import UNEMBED, module_names
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}
@@ -35,7 +35,7 @@ def holds_layers(base: ModelFolder, weights: Mapping[str, np.ndarray]) -> bool:
         CheckpointError: a file is missing or damaged.
         InvalidRequestError: the tensors are quantized by a method that mint does not read.
     """
-    tensors = _tensors_to_merge(base, weights)
+    tensors = _tensors_to_merge(base, base.config, weights)
     if tensors is None:
         return False
     found: set[str] = set()
@@ -64,7 +64,9 @@ def write_merged(
     """
     source = ModelFolder(base)
     config = dict(source.config)
-    tensors = _tensors_to_merge(source, weights)
+    if _leaves_out_the_tie(source, weights):
+        config["tie_word_embeddings"] = True
+    tensors = _tensors_to_merge(source, config, weights)
     if tensors is None:
         raise CheckpointError(f"the embedding of {base} is not called model.embed_tokens", remedy=_AS_PEFT)
     if _unties(config, weights):
@@ -127,11 +129,23 @@ def _unties(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> boo
     return "lm_head.lora_A.weight" in weights and bool(config.get("tie_word_embeddings", False))
 
 
-def _tensors_to_merge(base: ModelFolder, weights: Mapping[str, np.ndarray]) -> dict[str, StoredTensor] | None:
+def _leaves_out_the_tie(base: ModelFolder, weights: Mapping[str, np.ndarray]) -> bool:
+    """Whether config.json does not say that the unembedding is the embedding, as that of Gemma 3, whose files have no
+    output layer. Only `write_merged` may conclude this: of other families the file may call that layer otherwise."""
+    return (
+        "tie_word_embeddings" not in base.config
+        and f"{UNEMBED}.lora_A.weight" in weights
+        and f"{UNEMBED}.weight" not in base.tensors()
+    )
+
+
+def _tensors_to_merge(
+    base: ModelFolder, config: Mapping[str, Any], weights: Mapping[str, np.ndarray]
+) -> dict[str, StoredTensor] | None:
     """The tensors of the files; with an output layer if the lora trains that of a tied model. None where none of them
     is known to be its matrix."""
     tensors = base.tensors()
-    if _unties(base.config, weights):
+    if _unties(config, weights):
         # transformers takes the output layer of the file, if there is one
         own = tensors.get("lm_head.weight", tensors.get("model.embed_tokens.weight"))
         if own is None:
