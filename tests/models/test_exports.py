@@ -14,6 +14,7 @@ from engine_data import CROSS_ENTROPY, train
 from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_other_model, write_qwen_with_images
 from transformers import AutoModelForCausalLM
 
+from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.engine.transformers import merged_model
@@ -389,3 +390,55 @@ def test_a_tied_model_is_merged_whose_config_leaves_the_default_of_its_family_ou
     merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values())
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
+
+
+def test_an_adapter_of_a_text_model_names_its_layers_apart_from_those_for_images() -> None:
+    layers = [f"model.language_model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj")]
+    assert _targets(*layers, "lm_head") == (["lm_head", *layers], [])
+
+
+def test_peft_loads_the_adapter_of_a_model_with_images(tmp_path: Path) -> None:
+    """PEFT has no LoRA on Gemma 4's layers for images, whose last names are those of the text model."""
+    import peft  # deferred: loading it takes seconds, in every worker
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    text = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
+            "sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+            "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # fmt: skip
+    images = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92}
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=images, **ids)
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    engine, lora = _train(tmp_path / "base", (True, True, True))
+    weights = engine.read_state("m").weights
+    write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert np.abs(_ours(engine) - _theirs(adapted)).max() <= 1e-4
+    found = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert {name.removeprefix("base_model.model.").replace(".default", "") for name in found} == weights.keys()
+
+
+def test_the_copy_of_an_embedding_that_has_another_name_is_known(tmp_path: Path) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
+    base = write_other_model(tmp_path / "base", "gpt2")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    own = ModelFolder(tmp_path / "base")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+
+    def read() -> set[str]:
+        with path.open("rb") as file:
+            settings = read_config((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+            return set(read_weights(file, settings, own, lora_layers(own)))
+
+    assert read() == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}
+    arrays, _ = read_tensors(path)
+    copy = "base_model.model.lm_head.base_layer.weight"
+    write_tensors(path, {**arrays, copy: arrays[copy] + np.float32(1)}, {})
+    with pytest.raises(InvalidRequestError, match="not the base model's own lm_head"):
+        read()

@@ -48,6 +48,9 @@ _MIXTURE = re.compile(r"expert|shared_mlp|\.N\..*\.N\.", re.ASCII)
 _LAST_NAME = re.compile(r"[^.]+(?:\.\d+)*$", re.ASCII)
 """The last name of a path. A number has the name before it, too: `0` alone would also name `model.layers.0`."""
 
+_TEXT_PART = "language_model"
+"""The part of a path by which models of texts and images call their text model."""
+
 _LAYER_PATH = re.compile(r".*?\.\d+(?=\.)", re.ASCII)
 """The path of the model's layer that a linear layer is in, such as `model.layers.0`."""
 
@@ -131,7 +134,9 @@ def config_json(
     layers that have a lora."""
     modules = sorted(modules)
     beside = _beside_experts(modules, has_experts=bool(parameters))
-    named = {_last_name(name) for name in modules if name not in beside}
+    # By their last names PEFT would also find the layers for images, of which some can have no lora.
+    is_part = any(_TEXT_PART in name.split(".") for name in modules)
+    named = {name if is_part else _last_name(name) for name in modules if name not in beside}
     whole = [*parameters, *(f"{name}.weight" for name in beside)]
     config = {
         "peft_type": "LORA",
@@ -408,17 +413,20 @@ def _require_frozen(
     stored: UntrustedTensors, entry: UntrustedTensor, base: Mapping[str, StoredTensor], module: str
 ) -> None:
     """Refuses a copy of an embedding that differs from the base's: PEFT stores it unchanged if a lora is on it."""
-    own = base.get(f"{module}.weight", base.get(f"{_EMBEDDING}.weight"))
-    if own is not None and entry.shape == own.shape:
-        theirs = stored.read(entry.name)
-        starts = range(0, own.shape[0], _ROWS_AT_ONCE)
-        if all(
-            np.array_equal(theirs[at : at + _ROWS_AT_ONCE], own.read(slice(at, at + _ROWS_AT_ONCE)).float().numpy())
-            for at in starts
-        ):
-            return
+    named = base.get(f"{module}.weight", base.get(f"{_EMBEDDING}.weight"))
+    # The files of some tied models on transformers call the embedding otherwise (GPT-2's is `wte`).
+    possible = [tensor for tensor in (base.values() if named is None else [named]) if tensor.shape == entry.shape]
+    theirs = stored.read(entry.name) if possible else np.empty(0)
+    if any(_is_equal(theirs, own) for own in possible):
+        return
     problem = f"holds {entry.name!a}, which is not the base model's own {module}"
     raise _refused(WEIGHTS_FILE, problem, "Save the lora with save_embedding_layers=False")
+
+
+def _is_equal(array: np.ndarray, own: StoredTensor) -> bool:
+    """Whether a matrix has the numbers of a tensor of its shape."""
+    parts = (slice(at, at + _ROWS_AT_ONCE) for at in range(0, own.shape[0], _ROWS_AT_ONCE))
+    return all(np.array_equal(array[part], own.read(part).float().numpy()) for part in parts)
 
 
 def _other_half(name: str) -> str:
