@@ -68,7 +68,7 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
         RunLog(tmp_path).start({"seed": 2, "betas": (0.9, 0.999)}, resume=True)
 
 
-def test_a_run_is_resumed_with_another_spelling_of_its_base_models_folder(
+def test_a_run_is_resumed_with_another_spelling_of_its_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("model", "other"):
@@ -77,9 +77,12 @@ def test_a_run_is_resumed_with_another_spelling_of_its_base_models_folder(
     RunLog(tmp_path / "run").start({"base_model": "./model"}, resume=False)
     for spelling in ("model", str(tmp_path / "model"), "other/../model"):
         RunLog(tmp_path / "run").start({"base_model": spelling}, resume=True)
-    for other in ("other", "missing", "Qwen/Qwen3-0.6B"):
+    for other in ("other", "missing", "Qwen/Qwen3-0.6B", "~nobody-here/model"):
         with pytest.raises(InvalidRequestError, match=r"another value of `base_model`: \./model"):
             RunLog(tmp_path / "run").start({"base_model": other}, resume=True)
+    (tmp_path / "small.gguf").touch()
+    RunLog(tmp_path / "second").start({"base_model": "small.gguf"}, resume=False)
+    RunLog(tmp_path / "second").start({"base_model": str(tmp_path / "small.gguf")}, resume=True)
 
 
 def test_a_run_is_resumed_with_another_number_of_printed_samples(tmp_path: Path) -> None:

@@ -206,10 +206,13 @@ class RunLog:
 
 
 def _is_same(setting: str, before: object, now: object) -> bool:
-    """Whether two values of a setting are the same: a folder of a base model may be written in two ways."""
+    """Whether two values of a setting are the same: a folder or file of a base model may be written in two ways."""
     if before == now:
         return True
     if setting != "base_model" or not isinstance(before, str) or not isinstance(now, str):
         return False
-    folder = Path(now).expanduser()
-    return folder.is_dir() and folder.resolve() == Path(before).expanduser().resolve()
+    try:
+        place = Path(now).expanduser().resolve()
+        return place.exists() and place == Path(before).expanduser().resolve()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, or `~` of an unknown user
+        return False
