@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
+from safetensors import SafetensorError
 from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_other_model, write_qwen_with_images
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mint.engine.bases.lora_layers import lora_layers
 from mint.engine.protocol import LoraSpec, TrainDatum
@@ -442,3 +444,17 @@ def test_the_copy_of_an_embedding_that_has_another_name_is_known(tmp_path: Path)
     write_tensors(path, {**arrays, copy: arrays[copy] + np.float32(1)}, {})
     with pytest.raises(InvalidRequestError, match="not the base model's own lm_head"):
         read()
+
+
+def test_a_full_disk_is_told_where_transformers_writes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    write_other_model(tmp_path / "base", "gpt2")
+    engine, _ = _train(tmp_path / "base", (True, False, False))
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        merged_model.write_merged(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=1.0)
+    assert caught.value.errno == errno.ENOSPC  # of which the export makes an error of its output

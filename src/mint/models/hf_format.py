@@ -89,7 +89,7 @@ def write_merged(
 def copy_companions(base: Path, folder: Path) -> None:
     """Copies tokenizer, chat template and generation settings of `base` to an export."""
     for path in base.iterdir():
-        if path.suffix in _COPIED and path.name not in _WRITTEN:
+        if path.suffix in _COPIED and path.name not in _WRITTEN and path.is_file():
             shutil.copyfile(path, folder / path.name)
 
 

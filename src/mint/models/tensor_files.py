@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
@@ -202,6 +203,22 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = 
         raise
     if sync:
         _sync(path.parent)
+
+
+@contextmanager
+def disk_errors() -> Generator[None]:
+    """For files that safetensors writes itself: it has the error of the system, such as a full disk, as text.
+
+    Raises:
+        OSError: the system's error.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def sync_file(path: Path) -> None:

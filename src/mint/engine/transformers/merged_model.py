@@ -24,6 +24,7 @@ from mint.errors import CheckpointError
 from mint.models.folder import ModelFolder
 from mint.models.hf_format import copy_companions, holds_layers, require_float16
 from mint.models.peft_format import module_names
+from mint.models.tensor_files import disk_errors
 from mint.models.transformers_progress import without_progress
 
 
@@ -51,6 +52,7 @@ def write_merged(
         InvalidRequestError: transformers cannot load the base.
         CheckpointError: the lora has a layer that the model lacks, or other shapes; or a weight is too large for
             float16.
+        OSError: the folder cannot be written.
     """
     model = load_model(ModelFolder(base), torch.float32)
     layers = linear_layers(model)
@@ -62,7 +64,7 @@ def write_merged(
         for name, parameter in model.named_parameters():
             require_float16(name, float(parameter.abs().max()) if parameter.numel() else 0.0)
     model.generation_config = GenerationConfig()  # that of the base is copied: saving may refuse it
-    with without_progress():
+    with without_progress(), disk_errors():
         model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     copy_companions(base, folder)
