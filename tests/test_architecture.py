@@ -61,7 +61,7 @@ HOMES: dict[str, frozenset[str]] = {
             "tokenizer/loading.py",
             "engine/transformers",
             "models/gguf/conversion.py",
-            "models/transformers_progress.py",
+            "models/quiet_transformers.py",
         }
     ),
     "matplotlib": frozenset({"rl/tracking/plot.py"}),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -77,6 +80,29 @@ def test_transformers_computes_the_same_from_an_exported_merged_model(
 def test_a_folder_that_cannot_be_written_is_refused(output: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"--output = {output}: cannot be written"):
         export_checkpoint("mint://any:train:0/weights/one", output=Path(output), format="peft")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("format", ["peft", "hf", "gguf-ready"])
+def test_those_may_read_an_export_whom_the_umask_lets(
+    trained: tuple[str, list[int], np.ndarray], tmp_path: Path, format: Literal["peft", "hf", "gguf-ready"], umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        export_checkpoint(trained[0], output=tmp_path / "out", format=format)
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == (0o755 if umask == 0o022 else 0o700)
+
+
+def test_an_export_does_not_replace_a_link_to_nothing(
+    trained: tuple[str, list[int], np.ndarray], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InvalidRequestError, match="exists already"):
+        export_checkpoint(trained[0], output=tmp_path / "link", format="peft")
 
 
 def test_an_export_does_not_overwrite(trained: tuple[str, list[int], np.ndarray], tmp_path: Path) -> None:

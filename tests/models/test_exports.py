@@ -145,6 +145,45 @@ def test_transformers_merges_where_files_have_other_names(
         assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
 
 
+@pytest.mark.parametrize("mask", [np.tril(np.ones((1, 1, 8, 8), np.uint8)), np.float32(-1e9)])
+def test_the_masks_of_old_files_are_no_weights(tmp_path: Path, mask: np.ndarray) -> None:
+    base = tmp_path / "base"
+    write_other_model(base, "gptj", rotary_dim=4)
+    tensors, _ = read_tensors(base / "model.safetensors")
+    write_tensors(base / "model.safetensors", {**tensors, "transformer.h.0.attn.masked_bias": np.array(mask)}, {})
+    engine, _ = _train(base, (True, True, True))
+    weights = engine.read_state("m").weights
+    assert merged_model.needs_transformers(base, weights)
+    merged_model.write_merged(tmp_path / "merged", base, weights, scale=32 / 8, dtype="float16")
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report.values())
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 0.05
+
+
+def test_what_is_no_weight_keeps_its_dtype_in_a_merged_file(tmp_path: Path) -> None:
+    engine, _ = _trained(tmp_path / "base", "tied", (True, True, True))
+    tensors, _ = read_tensors(tmp_path / "base" / "model.safetensors")
+    odd = {"flags": np.array([True, False]), "places": np.arange(3) * 2**40}
+    write_tensors(tmp_path / "base" / "model.safetensors", {**tensors, **odd}, {})
+    write_merged(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=4.0, dtype="float16")
+    written, _ = read_tensors(tmp_path / "out" / "model.safetensors")
+    for name, array in odd.items():
+        assert written[name].dtype == array.dtype and np.array_equal(written[name], array)
+    assert {array.dtype.name for name, array in written.items() if name not in odd} == {"float16"}
+
+
+def test_all_chat_templates_and_vocabularies_are_copied_and_no_adapter(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    engine, _ = _trained(base, "tied", (True, False, False))
+    copied = ["chat_template.jinja", "additional_chat_templates/tools.jinja", "vocab.bpe", "qwen.tiktoken"]
+    for name in [*copied, "adapter_config.json", "README.md"]:
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(name)
+    write_merged(tmp_path / "out", base, engine.read_state("m").weights, scale=4.0)
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert names >= {*copied, "tokenizer.json"} and not names & {"adapter_config.json", "README.md"}
+
+
 def test_files_take_a_lora_by_its_names_where_they_have_them(tmp_path: Path) -> None:
     write_other_model(tmp_path / "glm4", "glm4")
     write_other_model(tmp_path / "gpt2", "gpt2")

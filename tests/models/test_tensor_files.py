@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from mint.errors import CheckpointError, JournalError
-from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
+from mint.models.tensor_files import (
+    LaterArray,
+    open_tensors,
+    read_tensors,
+    write_later_tensors,
+    write_tensors,
+)
 
 ARRAYS = {
     "b": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -38,6 +44,37 @@ def test_the_same_tensors_give_the_same_bytes(tmp_path: Path) -> None:
     write_tensors(tmp_path / "one", ARRAYS, {"x": "1"})
     write_tensors(tmp_path / "two", dict(reversed(ARRAYS.items())), {"x": "1"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_arrays_that_are_made_while_they_are_written_give_the_same_bytes(tmp_path: Path) -> None:
+    in_memory = 0
+
+    def make(array: np.ndarray) -> LaterArray:
+        def computed() -> np.ndarray:
+            nonlocal in_memory
+            in_memory += 1
+            return array
+
+        return LaterArray(array.dtype, array.shape, computed)
+
+    write_tensors(tmp_path / "one", ARRAYS, {"x": "1"})
+    later = {name: make(array) for name, array in ARRAYS.items()}
+    assert in_memory == 0
+    write_later_tensors(tmp_path / "two", later, {"x": "1"})
+    assert in_memory == len(ARRAYS)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("made", [np.zeros(3, np.float64), np.zeros((3, 1), np.float32), None])
+def test_a_file_whose_arrays_cannot_be_made_is_not_there(tmp_path: Path, made: np.ndarray | None) -> None:
+    def make() -> np.ndarray:
+        if made is None:
+            raise CheckpointError("no array")
+        return made
+
+    with pytest.raises(CheckpointError, match="no array" if made is None else r"tensor x is .*, not float32 \(3,\)"):
+        write_later_tensors(tmp_path / "y", {"x": LaterArray(np.dtype("float32"), (3,), make)}, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_bfloat16_weights_are_opened_as_they_are(tmp_path: Path) -> None:

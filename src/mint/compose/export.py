@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +73,7 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
         ConnectionLostError: the server cannot be reached.
     """
     settings = read_settings()
-    if output.exists():
+    if os.path.lexists(output):  # also a link to nothing
         raise InvalidRequestError("exists already", field="--output", value=str(output), remedy="Name a new folder")
     try:
         _export_new(path, settings, output=output, format=format, data_dir=data_dir)
@@ -88,7 +90,7 @@ def _export_new(path: str, settings: Settings, *, output: Path, format: ExportFo
             _from_server(path, settings, settings.base_url, staging, format)
         else:
             _from_disk(path, settings, (data_dir or settings.home_dir).expanduser(), staging, format)
-        staging.chmod(0o755)
+        _allow_reading(staging)
         staging.replace(output)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -102,6 +104,23 @@ def _staging_folder(output: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     except OSError as error:
         raise _cannot_write(output, error) from error
+
+
+def _allow_reading(folder: Path) -> None:
+    """Gives a folder and its files the modes of what a program makes anew: what was written as temporary files is for
+    its owner alone, and another user may serve the export."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        path.chmod(mode | _may_enter(mode) if path.is_dir() else mode)
+    folder.chmod(mode | _may_enter(mode))
+
+
+def _may_enter(mode: int) -> int:
+    """The bits that let those enter a folder who may read it."""
+    return (mode & 0o444) >> 2
 
 
 def _cannot_write(output: Path, error: OSError) -> InvalidRequestError:

@@ -125,10 +125,12 @@ class LoraLayout:
             CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
         """
         if self.arrays.keys() != arrays.keys():
-            missing, extra = sorted(self.arrays.keys() - arrays.keys()), sorted(arrays.keys() - self.arrays.keys())
-            raise CheckpointError(
-                f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}", remedy=_OTHER_SHAPE
-            )
+            differences = {
+                "they lack": sorted(self.arrays.keys() - arrays.keys()),
+                "the model has no": sorted(arrays.keys() - self.arrays.keys()),
+            }
+            told = " and ".join(f"{begin} {_first_of(names)}" for begin, names in differences.items() if names)
+            raise CheckpointError(f"{what} do not fit the model: {told}", remedy=_OTHER_SHAPE)
         entries = np.empty(self.size, np.float32)
         for name, (place, shape) in self.arrays.items():
             if arrays[name].shape != shape:
@@ -137,6 +139,10 @@ class LoraLayout:
                 )
             entries[place] = arrays[name].reshape(-1)
         return torch.from_numpy(entries)
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ({len(names) - 1} more)"
 
 
 class LoraWeights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,22 @@ from mint.errors import CheckpointError
 from mint.models.expert_layers import LayersOfTensor, layers_of
 from mint.models.folder import ModelFolder
 from mint.models.gguf.folder import NOTE
+from mint.models.peft_files import CONFIG_FILE
 from mint.models.peft_format import UNEMBED, module_names
-from mint.models.tensor_files import StoredTensor, write_file, write_tensors
+from mint.models.tensor_files import WRITTEN, LaterArray, StoredTensor, write_file, write_later_tensors
 
-_COPIED = {".json", ".jinja", ".txt", ".model"}
+_COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe"}
 """The suffixes of tokenizer, chat template and generation settings; other files are weights or documents."""
 
-_WRITTEN = {"config.json", "model.safetensors.index.json", NOTE}
-"""Files that an export has its own of, or needs none of."""
+_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates beside the first."""
+
+_WRITTEN = {"config.json", "model.safetensors.index.json", CONFIG_FILE, NOTE}
+"""Files that an export has its own of, or needs none of. With the configuration of an adapter, it would be taken for
+one."""
+
+_INTEGERS = {code: dtype for dtype, code in WRITTEN.items() if dtype.kind != "f"}
+"""The tensors that are no weights, such as the masks in old files of GPT-2."""
 
 _AS_PEFT = "Export with --format peft"
 """The remedy if the lora is not one of this base."""
@@ -79,9 +88,14 @@ def write_merged(
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     merged = {
-        name: _round(name, _merge(tensor, layers[name], weights, scale), dtype) for name, tensor in tensors.items()
+        name: LaterArray(
+            _INTEGERS.get(tensor.dtype, np.dtype(dtype)),
+            tensor.shape,
+            partial(_merged, name, tensor, layers[name], weights, scale, dtype),
+        )
+        for name, tensor in tensors.items()
     }
-    write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
+    write_later_tensors(folder / "model.safetensors", merged, {"format": "pt"})
     copy_companions(base, folder)
     write_file(folder / "config.json", [json.dumps(config, indent=2).encode()])
 
@@ -91,6 +105,8 @@ def copy_companions(base: Path, folder: Path) -> None:
     for path in base.iterdir():
         if path.suffix in _COPIED and path.name not in _WRITTEN and path.is_file():
             shutil.copyfile(path, folder / path.name)
+    if (base / _TEMPLATES).is_dir():
+        shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES, copy_function=shutil.copyfile)
 
 
 def make_gguf_ready(folder: Path, base: Path) -> None:
@@ -103,11 +119,12 @@ def make_gguf_ready(folder: Path, base: Path) -> None:
         CheckpointError: the base does not name its architecture.
     """
     source = ModelFolder(base)
-    if not source.config.get("architectures"):
-        raise CheckpointError(
-            f"{base / 'config.json'} names no architecture, and llama.cpp chooses its converter by that"
-        )
     config = json.loads((folder / "config.json").read_text())
+    if not config.get("architectures"):
+        raise CheckpointError(
+            f"{base / 'config.json'} names no architecture, and llama.cpp chooses its converter by that",
+            remedy="Write the name of the model's class into its list `architectures`",
+        )
     # converters older than transformers 5 read the older key
     write_file(folder / "config.json", [json.dumps({**config, "torch_dtype": "float16"}, indent=2).encode()])
     if not (folder / "generation_config.json").is_file():
@@ -167,11 +184,17 @@ def _fits(weights: Mapping[str, np.ndarray], layer: str, outputs: int, inputs: i
     return a is not None and b is not None and (b.shape[0], a.shape[1]) == (outputs, inputs)
 
 
-def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float32":
-        return merged
-    require_float16(name, float(np.abs(merged).max(initial=0.0)))
-    return merged.astype(np.float16)
+def _merged(
+    name: str, stored: StoredTensor, layers: LayersOfTensor, weights: Mapping[str, np.ndarray], scale: float, dtype: str
+) -> np.ndarray:
+    """A tensor as it is written: of weights with their loras, in `dtype`; masks and places as they are."""
+    if stored.dtype in _INTEGERS:
+        whole: np.ndarray = stored.read().numpy()
+        return whole
+    merged = _merge(stored, layers, weights, scale)
+    if dtype == "float16":
+        require_float16(name, float(np.abs(merged).max(initial=0.0)))
+    return merged.astype(dtype, copy=False)
 
 
 def _merge(stored: StoredTensor, layers: LayersOfTensor, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import struct
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -66,6 +67,22 @@ class StoredTensor:
             return self.file.get_tensor(self.name) if part is None else self.file.get_slice(self.name)[part]
 
 
+@dataclass(frozen=True)
+class LaterArray:
+    """An array of a known dtype and shape, which `make` gives when it is written."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Array = TypeVar("Array", np.ndarray, LaterArray)
+
+
 def write_tensors(
     path: Path,
     arrays: Mapping[str, np.ndarray],
@@ -81,16 +98,40 @@ def write_tensors(
     Raises:
         CheckpointError: an array's dtype does not exist in the format.
     """
-    for name, array in arrays.items():
-        if array.dtype not in WRITTEN:
-            raise CheckpointError(f"tensor {name} has dtype {array.dtype}, which safetensors does not have")
+    _require_written(arrays)
     ordered = _ordered(arrays)
     if seal is not None:
         metadata = {**metadata, f"{seal}{SEAL}": _checksum(ordered, metadata, with_content=seal == "content")}
     write_file(path, _parts(ordered, metadata), sync=sync)
 
 
-def _ordered(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def write_later_tensors(path: Path, arrays: Mapping[str, LaterArray], metadata: Mapping[str, str]) -> None:
+    """Same as `write_tensors`, with one array in memory at a time. What `make` raises ends the file.
+
+    Raises:
+        CheckpointError: an array's dtype does not exist in the format, or `make` gives another one than was said.
+    """
+    _require_written(arrays)
+    write_file(path, _later_parts(_ordered(arrays), metadata))
+
+
+def _later_parts(arrays: Mapping[str, LaterArray], metadata: Mapping[str, str]) -> Generator[bytes | memoryview]:
+    yield _header(arrays, metadata)
+    for name, later in arrays.items():
+        array = later.make()
+        if (array.dtype, array.shape) != (later.dtype, later.shape):
+            raise CheckpointError(f"tensor {name} is {array.dtype} {array.shape}, not {later.dtype} {later.shape}")
+        if array.nbytes:
+            yield _bytes(array)
+
+
+def _require_written(arrays: Mapping[str, np.ndarray] | Mapping[str, LaterArray]) -> None:
+    for name, array in arrays.items():
+        if array.dtype not in WRITTEN:
+            raise CheckpointError(f"tensor {name} has dtype {array.dtype}, which safetensors does not have")
+
+
+def _ordered(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Largest items first, then by name: every array begins at a multiple of its own item size."""
     return dict(sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
@@ -117,7 +158,7 @@ def _parts(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Gen
             yield _bytes(array)
 
 
-def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+def _header(arrays: Mapping[str, np.ndarray] | Mapping[str, LaterArray], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name, array in arrays.items():

@@ -20,8 +20,8 @@ from mint.engine.protocol import is_out_of_memory
 from mint.engine.transformers.meta_model import first_line, meta_model
 from mint.errors import CheckpointError, InvalidRequestError, MintError
 from mint.models.folder import ModelFolder
+from mint.models.quiet_transformers import quiet_transformers
 from mint.models.tensor_files import StoredTensor
-from mint.models.transformers_progress import without_progress
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
@@ -49,7 +49,7 @@ def load_model(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
     empty = meta_model(folder)  # refuses a configuration before weights are read
     _require_sizes(path, tensors, empty)
     try:
-        with without_progress():
+        with quiet_transformers():
             loaded = _load(folder, tensors, type(empty), empty.config, dtype)
     except MintError:
         raise
@@ -120,7 +120,7 @@ def _require_fit(
             problem = f"{problem}: it is an encoder without the output layer of {type(model).__name__}"
             raise _refused(path, problem, "Choose a decoder, with all of its weights")
         raise _refused(path, problem, "Give a complete folder")
-    left_over = sorted(name for name in report["unexpected_keys"] if not _is_left_out(name, folder, model))
+    left_over = sorted(name for name in report["unexpected_keys"] if not is_left_out(name, folder, model))
     if left_over:
         raise _refused(
             path,
@@ -130,7 +130,7 @@ def _require_fit(
     whole = {**model.state_dict(), **dict(model.named_buffers())}
     integers = {name.rsplit(".", 1)[-1] for name, tensor in whole.items() if not tensor.is_floating_point()}
     for name, tensor in tensors.items():
-        if tensor.dtype in _FLOATS or name.rsplit(".", 1)[-1] in integers or _is_left_out(name, folder, model):
+        if tensor.dtype in _FLOATS or name.rsplit(".", 1)[-1] in integers or is_left_out(name, folder, model):
             continue
         raise _refused(
             path,
@@ -150,7 +150,7 @@ def _require_finite(path: Path, model: PreTrainedModel) -> None:
             )
 
 
-def _is_left_out(name: str, folder: ModelFolder, model: PreTrainedModel) -> bool:
+def is_left_out(name: str, folder: ModelFolder, model: PreTrainedModel) -> bool:
     """Whether published files have this tensor, and the model rightly goes without it."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if _LEFT_OUT.search(name) or any(re.search(pattern, name) for pattern in patterns):

@@ -18,14 +18,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mint.engine.transformers.linear_layers import linear_layers
-from mint.engine.transformers.loading import load_model
+from mint.engine.transformers.loading import is_left_out, load_model
 from mint.engine.transformers.meta_model import meta_model
 from mint.errors import CheckpointError
 from mint.models.folder import ModelFolder
 from mint.models.hf_format import copy_companions, holds_layers, require_float16
 from mint.models.peft_format import module_names
+from mint.models.quiet_transformers import quiet_transformers
 from mint.models.tensor_files import disk_errors
-from mint.models.transformers_progress import without_progress
+
+_MASKS = ("bias", "masked_bias", "causal_mask")
+"""The last names of masks in old files: GPT-J's `attn.masked_bias` is -1e9."""
 
 
 def needs_transformers(base: Path, weights: Mapping[str, np.ndarray]) -> bool:
@@ -33,7 +36,11 @@ def needs_transformers(base: Path, weights: Mapping[str, np.ndarray]) -> bool:
     folder = ModelFolder(base)
     if not holds_layers(folder, weights):
         return True
-    return any(isinstance(layer, Conv1D) for layer in linear_layers(meta_model(folder)).values())
+    model = meta_model(folder)
+    if any(isinstance(layer, Conv1D) for layer in linear_layers(model).values()):
+        return True
+    # old files have masks, which would be taken for weights
+    return any(is_left_out(name, folder, model) for name in folder.tensors() if name.rsplit(".", 1)[-1] in _MASKS)
 
 
 def write_merged(
@@ -64,7 +71,7 @@ def write_merged(
         for name, parameter in model.named_parameters():
             require_float16(name, float(parameter.abs().max()) if parameter.numel() else 0.0)
     model.generation_config = GenerationConfig()  # that of the base is copied: saving may refuse it
-    with without_progress(), disk_errors():
+    with quiet_transformers(), disk_errors():
         model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     copy_companions(base, folder)

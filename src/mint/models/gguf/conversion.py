@@ -17,8 +17,8 @@ import numpy as np
 from mint.errors import InvalidRequestError
 from mint.models.gguf.header import GgufHeader
 from mint.models.gguf.layout import CutOffError, GgufLayout, read_layout
+from mint.models.quiet_transformers import quiet_transformers
 from mint.models.tensor_files import write_file, write_tensors
-from mint.models.transformers_progress import without_progress
 
 _BYTES_PER_NUMBER = 4
 """A folder holds float32. Its configuration and tokenizer are small beside the weights."""
@@ -56,7 +56,7 @@ def convert(file: Path, folder: Path) -> None:
         header.require_whole()  # first: transformers would make as many layers as the file says
         header.require_known_tokens()
         scaling = header.rope_scaling()
-        with without_progress():
+        with quiet_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)
             described: Any = AutoConfig.from_pretrained(file.parent, **given)
             if header.head_dim is not None and isinstance(getattr(described, "head_dim", None), int):
