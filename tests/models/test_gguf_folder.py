@@ -26,6 +26,7 @@ from mint.config import Settings
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
 from mint.models import registry
+from mint.models.gguf.header import GgufHeader
 from mint.server.worker.base_models import BaseModels
 
 WORDS = ["<unk>", "<s>", "</s>", *(chr(33 + n) for n in range(92)), "ab"]
@@ -78,8 +79,10 @@ def _write_gguf(
         for name in ("attn_q", "attn_k", "attn_v"):
             shapes[f"blk.{layer}.{name}"] = (HEADS * head_dim, HIDDEN)
         shapes[f"blk.{layer}.attn_output"] = (HIDDEN, HEADS * head_dim)
-        if architecture == "qwen3":
+        if architecture in ("qwen3", "gemma3"):
             shapes |= {f"blk.{layer}.attn_{name}_norm": (head_dim,) for name in ("q", "k")}
+        if architecture == "gemma3":
+            shapes |= {f"blk.{layer}.post_{name}_norm": (HIDDEN,) for name in ("attention", "ffw")}
         for name in ("attn_norm", "ffn_norm"):
             shapes[f"blk.{layer}.{name}"] = (HIDDEN,)
         shapes |= {f"blk.{layer}.ffn_{name}": (INNER, HIDDEN) for name in ("gate", "up")}
@@ -259,6 +262,41 @@ def test_the_width_of_heads_is_that_of_the_file(tmp_path: Path, architecture: st
     _write_gguf(path, architecture=architecture, head_dim=head_dim)
     config = AutoConfig.from_pretrained(registry.resolve(str(path), {}))
     assert (config.model_type, config.head_dim) == (architecture, head_dim)
+
+
+def test_gemmas_attention_is_scaled_by_the_width_of_its_heads(tmp_path: Path) -> None:
+    path = tmp_path / "gemma.gguf"
+    _write_gguf(path, architecture="gemma3", head_dim=24, without="output.")
+    config = AutoConfig.from_pretrained(registry.resolve(str(path), {}))
+    assert (config.model_type, config.head_dim, config.query_pre_attn_scalar) == ("gemma3_text", 24, 24)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "hidden", "heads", "head_dim", "scalar"),
+    [
+        # the published models, and what their config.json says
+        ("gemma3", 62, 5376, 32, 128, 168),
+        ("gemma3", 48, 3840, 16, 256, 256),
+        ("gemma3", 26, 1152, 4, 256, 256),
+        ("gemma2", 46, 4608, 32, 128, 144),
+        ("gemma2", 42, 3584, 16, 256, 256),
+        ("gemma2", 26, 2304, 8, 256, 256),
+        ("llama", 62, 5376, 32, 128, None),
+    ],
+)
+def test_the_scale_of_attention_is_that_of_the_published_gemmas(
+    tmp_path: Path, architecture: str, layers: int, hidden: int, heads: int, head_dim: int, scalar: int | None
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "header.gguf", architecture)
+    writer.add_block_count(layers)
+    writer.add_embedding_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_key_length(head_dim)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GgufHeader(gguf.GGUFReader(tmp_path / "header.gguf")).query_pre_attn_scalar == scalar
 
 
 def test_a_tensor_of_another_shape_than_the_header_says_is_named(tmp_path: Path) -> None:

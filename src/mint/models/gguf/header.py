@@ -34,6 +34,9 @@ _WRITE_IT_TWICE = ("falcon", "bloom")
 """Architectures whose files have an unembedding that is the embedding once more."""
 
 
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""The layers of the largest model of an architecture, whose logits of attention are scaled in another way."""
+
 _TWO_WIDTHS = ("gemma4",)
 """Architectures whose layers have heads of two widths, which transformers reads."""
 
@@ -61,8 +64,27 @@ class GgufHeader:
     def head_dim(self) -> int | None:
         """The width of an attention head, which transformers does not read of every architecture; None where the file
         does not say it, or has several."""
-        width = self._fields.get(f"{self.architecture}.attention.key_length")
-        return width if isinstance(width, int) and self.architecture not in _TWO_WIDTHS else None
+        return None if self.architecture in _TWO_WIDTHS else self._number("attention.key_length")
+
+    @property
+    def query_pre_attn_scalar(self) -> int | None:
+        """Gemma 2 and 3 divide attention's logits by the square root of this number, which a file does not say; None
+        of other architectures.
+
+        It is the width of a head, but in the models of 27B, where it is hidden size / heads: the rule of llama.cpp
+        (https://github.com/ggml-org/llama.cpp, `f_attention_scale`), which knows them by their layers, too.
+        """
+        layers_of_27b = _LAYERS_OF_27B.get(self.architecture)
+        if layers_of_27b is None:
+            return None
+        if self._number("block_count") != layers_of_27b:
+            return self.head_dim
+        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
+        return None if hidden is None or heads is None or heads < 1 else hidden // heads
+
+    def _number(self, key: str) -> int | None:
+        found = self._fields.get(f"{self.architecture}.{key}")
+        return found if isinstance(found, int) else None
 
     def require_whole(self) -> None:
         """Checks that the tensors of all layers are in this file.
