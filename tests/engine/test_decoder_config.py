@@ -41,6 +41,8 @@ MOE: dict[str, Any] = {
         ("model_type", "gemma2"), ("model_type", None), ("hidden_act", "gelu"), ("attention_bias", True),
         ("mlp_bias", True), ("use_sliding_window", True), ("dual_chunk_attention_config", {"chunk_size": 8}),
         ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+        ("layer_types", ["full_attention"] * 9), ("tie_word_embeddings", "false"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
         ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 10),
         ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None), ("rope_theta", True),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": -1.0}), ("vocab_size", "10"),

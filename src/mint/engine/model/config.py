@@ -448,11 +448,18 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         rms_norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", family.rms_norm_eps)) / residual**2,
         ropes=_ropes(config, layers, windowed),
         windows=_windows(config, windowed, context),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", default=family.is_tied),
         experts=experts,
         delta_net=_delta_net(config, layers) if family.delta_nets else None,
         scales=scales,
     )
+
+
+def _flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    given = config.get(key)
+    if given is not None and not isinstance(given, bool):
+        raise _unsupported(key, given, "true or false")
+    return default if given is None else given
 
 
 def _intermediate_size(config: Mapping[str, Any], layers: int, experts: ExpertsConfig | None) -> int:
@@ -476,6 +483,8 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
     kinds = _list(config, "layer_types")
     if family.full_every is None and any(kind != "full_attention" for kind in kinds):
         raise _unsupported("layer_types", kinds, "only full_attention")
+    if kinds and len(kinds) != config.get("num_hidden_layers"):
+        raise _unsupported("layer_types", kinds, "one kind for each layer")
 
 
 def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
@@ -585,6 +594,8 @@ def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> Yar
     factor = rope.get("factor")
     if factor is None:
         factor = config.get("max_position_embeddings", 0) / original
+        if factor <= 1:  # nothing says by how much
+            raise _unsupported(f"{place}.factor", None, "a number")
     factor = _positive(f"{place}.factor", factor)
     attention = rope.get("attention_factor")
     if attention is None:
