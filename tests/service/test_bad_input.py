@@ -221,6 +221,8 @@ def test_the_prompt_too_long_message_has_the_numbers(harness: Harness) -> None:
     assert "500 tokens" in str(error) and "512" in str(error) and "at most 12 tokens" in str(error)
     error = failure(lambda: harness.sample(base_sampler(harness), 1, prompt=[1] * 600, params={"max_tokens": 20}))
     assert str(error.remedy) == "Shorten the prompt to at most 492 tokens"
+    error = failure(lambda: harness.sample(base_sampler(harness), 2, prompt=[1] * 600, params={"max_tokens": 700}))
+    assert str(error.remedy) == "Shorten the prompt, and ask for fewer tokens"
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "..", "a b", "ü", "a" * 129, "a\0b", "a\n"])

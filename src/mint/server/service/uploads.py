@@ -185,7 +185,8 @@ def _find_base(
         "is not a base model here",
         field="base_model",
         value=" or ".join(candidates) or "(none)",
-        remedy="Say which it is: --model NAME, or a form field base_model; `get_server_capabilities` lists them",
+        remedy="Say which it is: --model NAME, or a form field base_model; `get_server_capabilities` lists them. The "
+        "operator adds one with `mint serve --model NAME=FOLDER`",
     )
 
 

@@ -143,9 +143,7 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
             f"{base.context_length}",
             field="prompt",
             value=f"{len(prompt)} tokens",
-            remedy=f"Shorten the prompt, or ask for at most {room} tokens"
-            if room > 0
-            else f"Shorten the prompt to at most {base.context_length - wanted} tokens",
+            remedy=_fitting(base.context_length, len(prompt), wanted),
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
     _check_logit_rules(params, max_tokens, base)
@@ -201,6 +199,15 @@ def _check_alternatives(request: SampleRequest, length: int, max_tokens: int, ba
         _require(0 <= count <= highest, name, count, f"a whole number from 0 to {highest}")
         wanted = f"at most {MAX_ALTERNATIVES // max(places, 1)} for these {places} places"
         _require(count * places <= MAX_ALTERNATIVES, name, count, wanted, was="asks for too large an answer")
+
+
+def _fitting(context: int, prompt: int, wanted: int) -> str:
+    """How a request would fit: by fewer new tokens, where one has room, or by a shorter prompt."""
+    if prompt < context:
+        return f"Shorten the prompt, or ask for at most {context - prompt} tokens"
+    if wanted < context:
+        return f"Shorten the prompt to at most {context - wanted} tokens"
+    return "Shorten the prompt, and ask for fewer tokens" if context > 1 else "Take a model with a longer context"
 
 
 def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
