@@ -287,16 +287,57 @@ def test_gemmas_attention_is_scaled_by_the_width_of_its_heads(tmp_path: Path) ->
 def test_the_scale_of_attention_is_that_of_the_published_gemmas(
     tmp_path: Path, architecture: str, layers: int, hidden: int, heads: int, head_dim: int, scalar: int | None
 ) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "header.gguf", architecture)
-    writer.add_block_count(layers)
-    writer.add_embedding_length(hidden)
-    writer.add_head_count(heads)
-    writer.add_key_length(head_dim)
+    sizes = {"block_count": layers, "embedding_length": hidden, "attention.key_length": head_dim}
+    header = _header(tmp_path, architecture, {**sizes, "attention.head_count": heads})
+    assert header.query_pre_attn_scalar == scalar
+
+
+def _header(folder: Path, architecture: str, fields: Mapping[str, float]) -> GgufHeader:
+    writer = gguf.GGUFWriter(folder / "header.gguf", architecture)
+    for key, value in fields.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert GgufHeader(gguf.GGUFReader(tmp_path / "header.gguf")).query_pre_attn_scalar == scalar
+    return GgufHeader(gguf.GGUFReader(folder / "header.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "expected"),
+    [
+        ("starcoder2", {"rope.freq_base": 1e6}, {"rope_parameters.rope_theta": 1e6}),
+        ("starcoder2", {"attention.sliding_window": 40}, {"sliding_window": 40}),
+        ("phi3", {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+        ("phi3", {"rope.dimension_count": 12}, {"rope_parameters.partial_rotary_factor": 0.75}),
+        ("stablelm", {"rope.dimension_count": 8, "rope.freq_base": 5e5},
+         {"rope_parameters.partial_rotary_factor": 0.5, "rope_parameters.rope_theta": 5e5}),
+        ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
+        ("falcon", {"attention.layer_norm_epsilon": 0.25}, {"layer_norm_epsilon": 0.25}),
+        ("gpt-oss", {"attention.sliding_window": 64, "attention.key_length": 32},
+         {"sliding_window": 64, "head_dim": 32}),
+        ("qwen3moe", {"expert_feed_forward_length": 24}, {"moe_intermediate_size": 24}),
+        ("qwen2moe", {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 48},
+         {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}),
+        ("qwen3", {"attention.key_length": 32}, {"head_dim": 32}),
+        ("qwen3", {"attention.key_length": 128, "rope.freq_base": 5e5}, {}),  # transformers reads the base itself
+        ("qwen2", {"attention.sliding_window": 20}, {}),
+        ("gemma3", {"attention.key_length": 256, "rope.freq_base": 5e5}, {}),
+        ("llama", {"attention.key_length": 16, "rope.dimension_count": 16, "rope.freq_base": 5e5}, {}),
+    ],
+)  # fmt: skip
+def test_what_transformers_does_not_read_of_a_header_is_corrected(
+    tmp_path: Path, architecture: str, said: dict[str, float], expected: dict[str, float]
+) -> None:
+    sizes = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2,
+             "feed_forward_length": 96, "context_length": 128}  # fmt: skip
+    header = _header(tmp_path, architecture, {**sizes, **said})
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file="header.gguf").to_dict()
+    found = header.corrected(config)
+    rope = {f"rope_parameters.{key}": value for key, value in found.pop("rope_parameters", {}).items()
+            if value != config["rope_parameters"].get(key)}  # fmt: skip
+    assert {**found, **rope} == pytest.approx(expected)
 
 
 def test_a_tensor_of_another_shape_than_the_header_says_is_named(tmp_path: Path) -> None:

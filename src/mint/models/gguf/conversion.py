@@ -59,10 +59,8 @@ def convert(file: Path, folder: Path) -> None:
         with quiet_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)
             described: Any = AutoConfig.from_pretrained(file.parent, **given)
-            if header.head_dim is not None and isinstance(getattr(described, "head_dim", None), int):
-                described.head_dim = header.head_dim
-            if header.query_pre_attn_scalar is not None:
-                described.query_pre_attn_scalar = header.query_pre_attn_scalar
+            for name, value in header.corrected(described.to_dict()).items():
+                setattr(described, name, value)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 file.parent, config=described, output_loading_info=True, ignore_mismatched_sizes=True, **given
             )

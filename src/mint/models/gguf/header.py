@@ -6,6 +6,7 @@ Knows the keys of the format (https://github.com/ggml-org/ggml/blob/master/docs/
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,18 @@ _WRITE_IT_TWICE = ("falcon", "bloom")
 """Architectures whose files have an unembedding that is the embedding once more."""
 
 
+_SETTINGS = {
+    "attention.key_length": ("head_dim",),
+    "attention.layer_norm_epsilon": ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+"""Keys below the architecture's name → how Hugging Face calls them in one family or another."""
+
+_WINDOWS = ("phi3", "starcoder2", "gpt-oss")
+"""Architectures whose window transformers does not read."""
+
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The layers of the largest model of an architecture, whose logits of attention are scaled in another way."""
 
@@ -60,11 +73,51 @@ class GgufHeader:
         counted = [own for name, own in self._tensors.items() if not name.startswith("rope_f") and name not in left_out]
         return sum(int(own.n_elements) for own in counted)
 
+    def corrected(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of `config`, which transformers has made of this file, that the file says otherwise.
+
+        transformers reads some keys of some architectures only, and takes its defaults for the others: the base of
+        StarCoder 2's rotations, Phi 3's window, the width of Qwen3's heads, the sizes of experts.
+        """
+        found = {
+            name: self._fields[key]
+            for key, names in self._said().items()
+            for name in names
+            if name in config and isinstance(self._fields.get(key), int | float)
+        }
+        if self.query_pre_attn_scalar is not None:
+            found["query_pre_attn_scalar"] = self.query_pre_attn_scalar
+        rope = config.get("rope_parameters")
+        if isinstance(rope, dict) and "rope_theta" in rope:  # not where layers have rotations of their own
+            found["rope_parameters"] = {**rope, **self._rotations(rope, found.get("head_dim", config.get("head_dim")))}
+        return {name: value for name, value in found.items() if value != config.get(name)}
+
+    def _said(self) -> dict[str, tuple[str, ...]]:
+        """The keys of this architecture, and how Hugging Face calls them."""
+        keys = dict(_SETTINGS)
+        if self.architecture in _WINDOWS:
+            keys["attention.sliding_window"] = ("sliding_window",)
+        if self.architecture in _TWO_WIDTHS:
+            del keys["attention.key_length"]
+        return {f"{self.architecture}.{key}": names for key, names in keys.items()}
+
+    def _rotations(self, rope: Mapping[str, Any], head_dim: object) -> dict[str, float]:
+        """The base of the rotations, and the share of a head that is rotated."""
+        found = {}
+        base = self._fields.get(f"{self.architecture}.rope.freq_base")
+        if isinstance(base, int | float):
+            found["rope_theta"] = float(base)
+        rotated = self._number("rope.dimension_count")
+        width = head_dim if isinstance(head_dim, int) else self._head_dim
+        if "partial_rotary_factor" in rope and rotated is not None and width is not None:
+            found["partial_rotary_factor"] = rotated / width
+        return found
+
     @property
-    def head_dim(self) -> int | None:
-        """The width of an attention head, which transformers does not read of every architecture; None where the file
-        does not say it, or has several."""
-        return None if self.architecture in _TWO_WIDTHS else self._number("attention.key_length")
+    def _head_dim(self) -> int | None:
+        """The width of a head where a file does not say it."""
+        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
+        return None if hidden is None or heads is None or heads < 1 else hidden // heads
 
     @property
     def query_pre_attn_scalar(self) -> int | None:
@@ -77,10 +130,8 @@ class GgufHeader:
         layers_of_27b = _LAYERS_OF_27B.get(self.architecture)
         if layers_of_27b is None:
             return None
-        if self._number("block_count") != layers_of_27b:
-            return self.head_dim
-        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
-        return None if hidden is None or heads is None or heads < 1 else hidden // heads
+        is_27b = self._number("block_count") == layers_of_27b
+        return self._head_dim if is_27b else self._number("attention.key_length")
 
     def _number(self, key: str) -> int | None:
         found = self._fields.get(f"{self.architecture}.{key}")
