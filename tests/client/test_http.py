@@ -33,7 +33,7 @@ import mint.client.connection.server_connection as server_connection
 from mint.client.connection.backoff import LONGEST_PAUSE_S, Backoff
 from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.http_transport import HttpTransport
-from mint.client.connection.wait_log import WaitLog
+from mint.client.connection.wait_log import WaitLog, describe
 from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.errors import (
     AuthenticationError,
@@ -231,6 +231,22 @@ def test_a_long_wait_is_told_about_once_in_a_while_with_its_reason(caplog: pytes
     assert len(caplog.messages) == 3
     for text in ("sess:train:0:5", "60 s", "2 results", "paused_capacity", "3 tenants", "4 requests", "about 12 s"):
         assert text in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "wait_s", "told"),
+    [
+        ("2 requests go before it", 0.0, "queue active, 2 requests go before it"),
+        ("2 requests go before it; its result is expected in about 9 s", 8.4,
+         "queue active, 2 requests go before it; its result is expected in about 9 s"),
+        ("waits for request 3 of m, which has not arrived", None,
+         "queue active, waits for request 3 of m, which has not arrived, 2 requests before it"),
+        ("", 8.4, "queue active, 2 requests before it, about 8 s to go"),
+    ],
+)  # fmt: skip
+def test_nothing_is_told_twice_about_a_wait(reason: str, wait_s: float | None, told: str) -> None:
+    body = {"queue_state": "active", "queue_state_reason": reason, "queue_position": 2, "estimated_wait_s": wait_s}
+    assert describe(body) == told
 
 
 def test_a_lost_server_is_told_about_once_not_once_per_request(

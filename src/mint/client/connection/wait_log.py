@@ -60,12 +60,12 @@ class WaitLog:
 
 
 def describe(answer: Mapping[str, Any]) -> str:
-    """The state of the queue, from the body of a 408."""
-    parts = [f"queue {answer.get('queue_state') or 'state unknown'}"]
-    if answer.get("queue_state_reason"):
-        parts.append(str(answer["queue_state_reason"]))
-    if answer.get("queue_position") is not None:
-        parts.append(f"{answer['queue_position']} requests before it")
-    if isinstance(answer.get("estimated_wait_s"), int | float):
-        parts.append(f"about {answer['estimated_wait_s']:.0f} s to go")
+    """The state of the queue, from the body of a 408. Nothing is said twice: mint's reason has place and time in it."""
+    reason = str(answer.get("queue_state_reason") or "")
+    parts = [f"queue {answer.get('queue_state') or 'state unknown'}", *([reason] if reason else [])]
+    position, wait_s = answer.get("queue_position"), answer.get("estimated_wait_s")
+    if position is not None and " before it" not in reason:
+        parts.append(f"{position} requests before it")
+    if isinstance(wait_s, int | float) and wait_s >= 1 and "expected in about" not in reason:
+        parts.append(f"about {wait_s:.0f} s to go")
     return ", ".join(parts)
