@@ -15,6 +15,7 @@ from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import (
     LaterArray,
     open_tensors,
+    read_header,
     read_tensors,
     write_later_tensors,
     write_tensors,
@@ -96,6 +97,16 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> No
 def _file(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def test_a_pointer_of_git_lfs_is_told_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 1503300328\n")
+    for read in (open_tensors, read_tensors):
+        with pytest.raises(CheckpointError, match="is a pointer of Git LFS and has no weights; run `git lfs pull`"):
+            read(path)
+    with path.open("rb") as file, pytest.raises(ValueError, match="is a pointer of Git LFS"):
+        read_header(file)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ WRITTEN = {
 SEAL = "_sha256"
 """How the names of checksums in the metadata end."""
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the text begins that `git clone` leaves in the place of a large file without Git LFS."""
+
+_IS_POINTER = "it is a pointer of Git LFS and has no weights; run `git lfs pull` in its folder"
+
 BUFFER_BYTES = 1 << 20
 """A lora has many small tensors: a large buffer makes few writes of them."""
 
@@ -177,7 +182,10 @@ def read_header(file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
         ValueError: it is no safetensors file.
     """
     size_bytes = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
+    begin = file.read(8)
+    if begin == _LFS_POINTER[:8]:
+        raise ValueError(_IS_POINTER)
+    length = int.from_bytes(begin, "little")
     if not 2 <= length <= size_bytes - 8:
         raise ValueError(f"it has {size_bytes} bytes, and says that its header has {length}")
     header = json.loads(file.read(length))
@@ -293,4 +301,14 @@ def _read_errors(path: Path) -> Generator[None]:
         if isinstance(error, FileNotFoundError) and os.access(path, os.R_OK):
             remedy = "Allow the process more open files (ulimit -n)"
             raise JournalError(f"the tensor file {path} cannot be opened now", remedy=remedy) from error
+        if _is_lfs_pointer(path):
+            raise CheckpointError(f"the tensor file {path} cannot be read: {_IS_POINTER}") from error
         raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return False

@@ -68,7 +68,8 @@ def measure(decoder: TransformersDecoder, dtype: torch.dtype, budget: int) -> Me
             f"gives logits that are not finite on {decoder.class_name} of transformers, although its weights are",
             field="base_model",
             value=str(decoder.path),
-            remedy="Check its config.json. In bfloat16 numbers may be too large: try MINT_DTYPE=float32",
+            remedy="Check the numbers in its config.json, such as those of norms and rotations"
+            + (f". In {dtype} numbers may be too large: try MINT_DTYPE=float32" if dtype != torch.float32 else ""),
         )
     cache_use = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
     cost = CacheCost(0, 0) if cache_use is CacheUse.NONE else _measure_cost(decoder, tokens.to(decoder.device))
