@@ -73,7 +73,7 @@ class MintError(Exception):
 
     @property
     def reason(self) -> str:
-        """What is wrong, with the field and its value, without the remedy."""
+        """The message with the field and its value, without the remedy."""
         if self.field is None:
             return self.message
         # one that is missing, or contradicts another, may have no value to show
