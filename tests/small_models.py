@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForConditionalGeneration,
@@ -102,6 +103,26 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families that run on the modules of transformers, and what each adds to the shape of `write_other_model`."""
 
+ODD_NAMES: dict[str, dict[str, Any]] = {
+    # the last part of some names is a number
+    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+                     "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
+                     "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+           "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24, "mamba_ngroups": 1,
+           "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8, "use_shared_attention_adapter": True,
+           "head_dim": None},
+    # dense MLPs beside experts that are in one tensor
+    "ernie4_5_moe": {"moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2,
+                     "moe_intermediate_size": 16},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16},
+    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
+                      "zero_expert_num": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "head_dim": 8,
+                      "qk_nope_head_dim": 8, "v_head_dim": 8, "num_layers": 2, "num_key_value_heads": None},
+}  # fmt: skip
+"""Families on transformers in which the last name of a layer does not say which layer it is, as `OTHER_FAMILIES`."""
+
 WITHOUT_MLP_IN_PEFT = {"qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
 """Where loras on the MLP have no equal of the same names in PEFT: mixtures whose experts have one each."""
 
@@ -109,14 +130,20 @@ UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
 """PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""
 
 
-def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """Writes a random model, such as of one of `OTHER_FAMILIES`, to `folder` and returns it (float32, eval)."""
-    torch.manual_seed(seed)
+def other_config(family: str, **changes: object) -> PreTrainedConfig:
+    """The configuration of a small model, such as of one of `OTHER_FAMILIES`; `changes` that are None leave a size
+    out."""
     shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
              "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # fmt: skip
     settings = {**shape, **OTHER_FAMILIES.get(family, {}), **changes}
-    config = AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
+    return AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
+
+
+def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Writes a random model with `other_config` to `folder` and returns it (float32, eval)."""
+    config = other_config(family, **changes)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

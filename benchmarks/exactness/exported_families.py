@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -28,69 +28,36 @@ from mint.compose.export import write_merged
 from mint.engine.protocol import LORA_ALPHA, AdamSpec, LoraSpec, LossSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.models.peft_format import write_peft
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
-    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "is_decoder": True,
-}  # fmt: skip
+from tests.small_models import ODD_NAMES, OTHER_FAMILIES, other_config, write_other_model
 
 EQUAL_HEADS = {"head_dim": None, "num_key_value_heads": 4}
 """Families whose heads all have a width of hidden size / heads."""
 
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
-          "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None}  # fmt: skip
-
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
-         "mamba_chunk_size": 8, "mamba_d_ssm": 96}  # fmt: skip
+LATENT = OTHER_FAMILIES["deepseek_v3"]
 
 CHANGES: dict[str, dict[str, Any]] = {
+    **ODD_NAMES,
     "bitnet": EQUAL_HEADS,
     "codegen": {"rotary_dim": 4, "n_ctx": 256},
-    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "deepseek_v2": {**LATENT, "head_dim": 8},
-    "deepseek_v3": LATENT,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "falcon": {"head_dim": None},
-    "falcon_h1": MAMBA,
-    "gemma3": {"text_config": {**SIZES, "sliding_window": 16},
+    "gemma3": {"text_config": other_config("gemma3_text", sliding_window=16).to_dict(),
                "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
                                  "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
                "mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94},
-    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
-                     "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
-                     "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
-    "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
-                 "topk_group": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT,
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gpt_neox_japanese": EQUAL_HEADS,
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {**MAMBA, "num_local_experts": 0, "layer_types": ["mamba", "attention"],
-                         "shared_intermediate_size": 32},
     "helium": {"head_dim": 12},
-    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
-                      "zero_expert_num": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "head_dim": 8,
-                      "qk_nope_head_dim": 8, "v_head_dim": 8, "num_layers": 2, "num_key_value_heads": None},
     "mamba2": {"num_heads": 12, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
     "minicpm3": {**LATENT, "head_dim": 16},
     "modernbert-decoder": EQUAL_HEADS,
-    "nemotron_h": {"num_hidden_layers": 4, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 24,
-                   "n_groups": 1, "chunk_size": 8},
-    "olmo_hybrid": {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                    "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "olmoe": EQUAL_HEADS,
     "persimmon": EQUAL_HEADS,
     "stablelm": {"head_dim": None, "num_attention_heads": 2},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
-               "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24,
-               "mamba_ngroups": 1, "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8,
-               "use_shared_attention_adapter": True, "head_dim": None},
 }  # fmt: skip
-"""What a family needs beside or instead of `SIZES`; None leaves a size out."""
+"""What a family needs beside or instead of the sizes of `other_config`."""
 
 MOST_PARAMETERS = 100_000_000
 """A family that has more in these sizes takes others from its defaults, and is left out."""
@@ -98,27 +65,19 @@ MOST_PARAMETERS = 100_000_000
 TOKENS = np.random.default_rng(0).integers(3, 97, 30)
 
 
-def write_model(folder: Path, family: str) -> PreTrainedModel:
+def write_model(folder: Path, family: str) -> None:
     """A random model in float32 whose layers all matter.
 
     Raises:
         ValueError: it would be large.
     """
-    settings = {key: value for key, value in {**SIZES, **CHANGES.get(family, {})}.items() if value is not None}
-    config = AutoConfig.for_model(family, **settings)
+    changes = {"is_decoder": True, **CHANGES.get(family, {})}
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        empty = AutoModelForCausalLM.from_config(other_config(family, **changes))
+    size = sum(parameter.numel() for parameter in empty.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters in these sizes")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.15)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return model
+    write_other_model(folder, family, **changes)
 
 
 def train(folder: Path, lora: LoraSpec) -> TorchEngine:

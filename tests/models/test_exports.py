@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
 from safetensors import SafetensorError
-from small_models import FAMILIES, QWENS_WITH_IMAGES, write_model, write_other_model, write_qwen_with_images
+from small_models import FAMILIES, ODD_NAMES, QWENS_WITH_IMAGES, write_model, write_other_model, write_qwen_with_images
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mint.engine.bases.lora_layers import lora_layers
@@ -103,16 +103,10 @@ def test_a_tied_model_whose_file_has_an_output_layer_keeps_that(tmp_path: Path) 
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
-_ZAMBA2 = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
-           "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 24, "mamba_ngroups": 1,
-           "n_mamba_heads": 4, "adapter_rank": 4, "chunk_size": 8, "use_shared_attention_adapter": True,
-           "head_dim": None}  # fmt: skip
-"""Layers 1 and 3 share a transformer."""
-
 OTHER_NAMES: dict[str, dict[str, Any]] = {
     # the files call a layer, the embedding or the output layer otherwise than the model does
     "bloom": {},
-    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "ctrl": ODD_NAMES["ctrl"],
     "falcon": {"head_dim": None},
     "gpt2": {},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -120,7 +114,7 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {
     "mamba": {},
     "mpt": {},
     "opt": {},
-    "zamba2": _ZAMBA2,
+    "zamba2": ODD_NAMES["zamba2"],
 }
 """Families on transformers whose files a lora cannot be merged into by the names of its layers."""
 
@@ -235,24 +229,6 @@ def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     assert np.abs(plain - theirs).max() > 0.1  # the lora does something
     _, back = _read(tmp_path / "adapter", tmp_path / "base")
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
-
-
-ODD_NAMES: dict[str, dict[str, Any]] = {
-    # the last part of some names is a number
-    "ctrl": {"n_embd": 48, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
-    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
-                     "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None,
-                     "laurel_rank": 8, "sliding_window": 16, "intermediate_size": [80, 80]},
-    "zamba2": _ZAMBA2,
-    # dense MLPs beside experts that are in one tensor
-    "ernie4_5_moe": {"moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2,
-                     "moe_intermediate_size": 16},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16},
-    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
-                      "zero_expert_num": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "head_dim": 8,
-                      "qk_nope_head_dim": 8, "v_head_dim": 8, "num_layers": 2, "num_key_value_heads": None},
-}  # fmt: skip
-"""Families on transformers in which the last name of a layer does not say which layer it is."""
 
 
 @pytest.mark.parametrize("family", ODD_NAMES)
