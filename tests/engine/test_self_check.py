@@ -51,6 +51,19 @@ def test_a_check_that_cannot_begin_says_why() -> None:
     assert verdict.name == "self-check" and "no_such_module" in (verdict.fault or "")
 
 
+def test_memory_that_grows_in_the_first_runs_alone_is_no_leak() -> None:
+    kept: list[torch.Tensor] = []
+
+    def settles() -> list[torch.Tensor]:
+        if len(kept) < 8:
+            kept.append(torch.ones(1 << 20))
+        return [torch.ones(4)]
+
+    path = FastPath("settles", "4 rows", settles, lambda: [torch.ones(4)], 0.0)
+    assert judge(path, is_timed=False).fault is None
+    assert len(kept) == 8
+
+
 def test_torch_s_fused_optimizer_and_grouped_products_pass_the_check() -> None:
     shapes = Shapes(64, 96, 4, 2, 32, 1, 1e-6, True, True, "float32", "cpu", (OPTIMIZER, EXPERTS))
     verdicts = check_paths(shapes.source, is_timed=False)
