@@ -117,6 +117,28 @@ def test_a_resume_of_supervised_fine_tuning_reads_its_data_and_settings_from_the
     assert first["checkpoint"] == second["checkpoint"]
 
 
+@pytest.mark.parametrize("recipe", ["rl", "sft"])
+def test_a_resume_from_another_directory_finds_the_file_where_the_run_began(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began_in, elsewhere = tmp_path / "began", tmp_path / "elsewhere"
+    began_in.mkdir()
+    elsewhere.mkdir()
+    rows = [json.dumps({"prompt": f"{number} + 1 = ", "answer": str(number + 1)}) for number in range(8)]
+    (began_in / "sums.jsonl").write_text("\n".join(rows))
+    own = SETTINGS if recipe == "rl" else ("base_model=mint/tiny", "batch_size=4", "epochs=1")
+    monkeypatch.chdir(began_in)
+    begun = mint("train", recipe, "task=file:sums.jsonl", *own, "--run-dir", "run", "--json")
+    assert begun.exit_code == 0, begun.output
+    monkeypatch.chdir(elsewhere)
+    again = mint("train", recipe, "--run-dir", "../began/run", "--resume", "--json")
+    assert again.exit_code == 0, again.output
+    first, second = (json.loads(one.stdout.splitlines()[-1]) for one in (begun, again))
+    assert first["checkpoint"] == second["checkpoint"]
+    assert f"task=file:sums.jsonl in {began_in}" in again.stderr
+    assert f"{began_in / 'run'} is complete, all " in caplog.text
+
+
 @pytest.mark.parametrize("words", [["steps=4"], ["task=math"]])
 def test_a_resume_with_other_settings_names_the_command_that_has_those_of_the_run(
     first: dict[str, Any], home: Path, words: list[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -213,19 +214,21 @@ def _run_folder(named: Path | None, *, resume: bool) -> Path | None:
     folder = find_resumed(named)
     if folder != named:
         say(f"--run-dir {named} is {folder}")
-    return folder
+    return folder.resolve()  # the process may go to another directory
 
 
 def _with_recorded(
     arguments: Mapping[str, Any], recipe: str, folder: Path | None, *, unsafe_sandbox: bool
 ) -> dict[str, Any]:
-    """The arguments of a resume. If they name no task or data, those with which the run began, and what is given anew.
+    """The arguments of a resume. If they name no task or data, those with which the run began, and what is given anew;
+    if those have a relative path, this process goes to the directory from which it is seen.
 
     Raises:
         InvalidRequestError: the run folder does not have them all, or the run had no sandbox and nobody says so again.
     """
     from mint.cli.recipes.recorded_arguments import read_recorded_arguments  # deferred: loads numpy
     from mint.runs.log import is_run
+    from mint.runs.process import read_process
 
     if folder is None or not is_run(folder) or not arguments.keys().isdisjoint(DATA_WORDS[recipe]):
         return dict(arguments)
@@ -234,6 +237,11 @@ def _with_recorded(
         remedy = "Add --unsafe-sandbox to run model-written code without any isolation again"
         raise InvalidRequestError("is how the run began", field="unsafe_sandbox", value=True, remedy=remedy)
     words = " ".join(f"{name}={recorded[name]}" for name in DATA_WORDS[recipe] if name in recorded)
+    process = read_process(folder)
+    directory = Path.cwd() if process is None or process.directory is None else Path(process.directory)
+    if directory != Path.cwd() and any(_is_relative_path(str(value), directory) for value in recorded.values()):
+        os.chdir(directory)
+        words += f" in {directory}"
     say(f"{words}, with the settings in {folder / 'config.json'}")
     return {**recorded, **arguments}
 
@@ -288,10 +296,10 @@ def resume_command(arguments: Sequence[str], folder: Path) -> str:
     return f"{place}{shlex.join(command)}"
 
 
-def _is_relative_path(word: str) -> bool:
-    """Whether a word of the command is the path of a file or folder as seen from here: `task=file:sums.jsonl`,
+def _is_relative_path(word: str, place: Path = Path()) -> bool:
+    """Whether a word of the command is the path of a file or folder as seen from `place`: `task=file:sums.jsonl`,
     `task=sums.py:Sums`, `runs/first`."""
     # It is not made absolute: a resume compares the name of the task with the recorded one.
     source, is_class, _ = word.rpartition("=")[2].removeprefix("file:").partition(".py:")
     path = Path(f"{source}.py" if is_class else source)
-    return not path.is_absolute() and bool(path.name) and path.exists()
+    return not path.is_absolute() and bool(path.name) and (place / path).exists()

@@ -98,6 +98,9 @@ def open_run(
         if resume and point is None:
             what = "has no checkpoint" if trainer is None else "holds no run yet"
             log.warning("%s %s: the run starts at step 1", run_log.folder, what)
+        if point is not None and point.step >= int(content["steps"]):
+            remedy = "a new run with init_from goes on from its last checkpoint"
+            log.warning("%s is complete, all %d steps of it are done: %s", run_log.folder, point.step, remedy)
         lines = LiveProgress(int(content["steps"]), title=f"{name}: {run_log.folder}", plain=True)
         printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines
         forget_stop_request(run_log.folder)

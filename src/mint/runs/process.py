@@ -45,6 +45,8 @@ class RunProcess:
     ended_at: float | None = None
     outcome: Outcome | None = None
     error: str | None = None
+    directory: str | None = None
+    """The working directory, from which the relative paths among the settings are seen. Older versions wrote none."""
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def recorded_process(folder: Path) -> Generator[RunEnd]:
     An exception is `failed`, the user's interrupt is `stopped`; both are raised again.
     """
     end = RunEnd()
-    process = RunProcess(os.getpid(), socket.gethostname(), time.time())
+    process = RunProcess(os.getpid(), socket.gethostname(), time.time(), directory=_working_directory())
     _write(folder, process)
     try:
         yield end
@@ -82,7 +84,7 @@ def read_process(folder: Path) -> RunProcess | None:
     """The process of a run; None if there is no such file (older versions wrote none) or it cannot be read."""
     try:
         found = dict(json.loads((folder / PROCESS).read_bytes()))
-        process = RunProcess(**{each.name: found[each.name] for each in fields(RunProcess)})
+        process = RunProcess(**{each.name: found[each.name] for each in fields(RunProcess) if each.name in found})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return process if _is_sound(process) else None
@@ -97,6 +99,7 @@ def _is_sound(process: RunProcess) -> bool:
         and isinstance(process.ended_at, int | float | None)
         and process.outcome in (None, *get_args(Outcome))
         and isinstance(process.error, str | None)
+        and isinstance(process.directory, str | None)
     )
 
 
@@ -157,6 +160,13 @@ def lives(pid: int, began_at: float) -> bool:
         return True  # not Linux, or hidden: assume that it is the same process
     started_at = booted + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
     return state not in "ZX" and started_at < began_at + CLOCK_SLACK_S  # otherwise another process has the id now
+
+
+def _working_directory() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return None
 
 
 def _write(folder: Path, process: RunProcess) -> None:
