@@ -176,6 +176,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(number: float, tmp_path
         {"num_hidden_layers": None},
         {"pad_token_id": 10**6},
         {"sliding_window": None},
+        {"sliding_window": 0},
+        {"sliding_window": -5},
         {"quantization_config": "fp8"},
         {"quantization_config": [1]},
     ],
@@ -189,6 +191,13 @@ def test_a_configuration_that_transformers_cannot_take_is_refused_with_the_folde
         _engine(tmp_path)
     assert isinstance(refusal.value, InvalidRequestError)
     assert refusal.value.remedy and str(tmp_path) in str(refusal.value)
+
+
+def test_a_size_of_zero_is_named(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gemma2")
+    _set(tmp_path, num_key_value_heads=0)
+    with pytest.raises(InvalidRequestError, match=r"it divides by zero, and config\.json has num_key_value_heads = 0"):
+        _engine(tmp_path)
 
 
 def _engine(folder: Path) -> TorchEngine:

@@ -234,7 +234,7 @@ def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"cannot be read: {error}",

@@ -48,6 +48,7 @@ def load_model(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
     tensors = folder.tensors()  # refuses damaged files, and quantizations that mint does not read
     empty = meta_model(folder)  # refuses a configuration before weights are read
     _require_sizes(path, tensors, empty)
+    _require_window(path, empty)
     try:
         with quiet_transformers():
             loaded = _load(folder, tensors, type(empty), empty.config, dtype)
@@ -103,6 +104,16 @@ def _require_sizes(path: Path, tensors: Mapping[str, StoredTensor], empty: PreTr
         if own is not None and own.numel() > math.prod(tensor.shape):
             problem = f"has the tensor {name} of shape {list(tensor.shape)}; config.json says {list(own.shape)}"
             raise _refused(path, problem, "Give the config.json that belongs to these weights")
+
+
+def _require_window(path: Path, empty: PreTrainedModel) -> None:
+    """Refuses layers that see no position, not even their own: transformers gives numbers for them all the same."""
+    window = getattr(empty.config, "sliding_window", None)
+    layers = getattr(empty.config, "layer_types", None) or ()
+    if type(window) is not int or window > 0 or "sliding_attention" not in layers:
+        return
+    problem = f"has the sliding_window {window} for layers of sliding_attention"
+    raise _refused(path / "config.json", problem, "Write how many positions they see, or layer_types without them")
 
 
 def _require_fit(

@@ -32,14 +32,24 @@ def meta_model(folder: ModelFolder) -> PreTrainedModel:
     # Broad: transformers runs the code of one of hundreds of models on a configuration from anywhere, and any of it may
     # fail: a division by zero, an attribute or index that is not there, endless recursion.
     except Exception as error:
-        setting = _setting_of(error, folder.config)
-        told = first_line(error) if setting is None else f"it does not know {setting}"
         raise InvalidRequestError(
-            f"transformers cannot make a causal language model of it: {told}",
+            f"transformers cannot make a causal language model of it: {_told(error, folder.config)}",
             field="base_model",
             value=str(folder.path / "config.json"),
             remedy="Give the config.json of a causal language model, as it was published",
         ) from error
+
+
+def _told(error: Exception, config: Mapping[str, Any]) -> str:
+    """The error of transformers, with the setting that caused it, if that can be seen."""
+    setting = _setting_of(error, config)
+    if setting is not None:
+        return f"it does not know {setting}"
+    if isinstance(error, ZeroDivisionError):
+        zeros = [name for name, value in _settings(config) if type(value) is int and value == 0]
+        sizes = [f"{name} = 0" for name in zeros if not name.endswith("_id")]
+        return f"it divides by zero, and config.json has {', '.join(sizes)}" if sizes else first_line(error)
+    return first_line(error)
 
 
 def _setting_of(error: Exception, config: Mapping[str, Any]) -> str | None:
