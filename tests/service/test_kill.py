@@ -173,8 +173,9 @@ def test_a_kill_at_each_point_loses_nothing_and_doubles_nothing(
     check(tmp_path, ops, *clean)
 
 
-def test_promises_got_before_a_kill_are_kept_after_it(tmp_path: Path) -> None:
-    """Requests that were accepted and never asked for are run by the next process, without a word from the client."""
+def test_promises_got_before_a_kill_are_kept_after_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests that were accepted and never asked for are run by the next process, which says so, without a word from
+    the client."""
     ops = script(6)
     clean, digest = clean_results(tmp_path / "clean", ops)
     data_dir = tmp_path / "data"
@@ -195,6 +196,8 @@ def test_promises_got_before_a_kill_are_kept_after_it(tmp_path: Path) -> None:
     assert child.exitcode == -signal.SIGKILL
     service = open_service(data_dir)
     harness = Harness(service, (data_dir / "session").read_text())
+    assert f"left unfinished requests ({len(ops)}), which run from now on" in caplog.text
+    assert f"`mint sessions end {harness.session_id}` drops them" in caplog.text
     model_id = f"{harness.session_id}:train:0"
     for i in range(len(ops)):
         body = harness.answer(f"{model_id}:{i + 1}")

@@ -373,7 +373,7 @@ def list_sessions(
             (
                 session.session_id,
                 session.owner,
-                "active" if session.status is not None else "ended",
+                "open" if session.status is not None else "ended",
                 session.display_name or "",
                 session.project_id,
                 time_text(session.created_at),

@@ -150,6 +150,14 @@ class SessionLifetime:
             else:
                 self._sessions.resume(session.session_id, session.owner)
             self._enqueue_unfinished(session.owner, session.unfinished)
+            if session.unfinished and not self._instance.is_server:  # the clients of a server live on
+                log.warning(
+                    "session %s: a program that was killed has left unfinished requests (%d), which run from now on; "
+                    "`mint sessions end %s` drops them",
+                    session.session_id,
+                    len(session.unfinished),
+                    session.session_id,
+                )
 
     def expire(self, running_s: float) -> None:
         """Counts `running_s` for suspended sessions, ends those whose time is over, and suspends silent ones.

@@ -165,8 +165,8 @@ class Instance:
     def __init__(self, data_dir: Path, *, is_server: bool = False) -> None:
         """Takes a new id and locks its file."""
         self._folder = data_dir / "instances"
-        self._role = SERVER if is_server else ""
-        self.instance_id = f"{self._role}{uuid.uuid4().hex}"
+        self.is_server = is_server
+        self.instance_id = f"{SERVER if is_server else ''}{uuid.uuid4().hex}"
         self._housekeeping: int | None = None
         self._longest = 0  # bytes of the longest mark so far
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
@@ -219,7 +219,7 @@ class Instance:
         that a script in the same data directory had taken over.
         """
         others = sorted(
-            name for name in set(instance_ids) - {self.instance_id} if name.startswith(SERVER) == bool(self._role)
+            name for name in set(instance_ids) - {self.instance_id} if name.startswith(SERVER) == self.is_server
         )
         return {instance_id: self._last_mark(instance_id) for instance_id in others if not self.is_held(instance_id)}
 
