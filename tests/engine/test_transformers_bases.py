@@ -179,8 +179,18 @@ def test_samples_that_a_hybrid_decodes_together_are_those_that_it_decodes_alone(
 def test_nemotron_h_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
     """At this width some time steps are below the least that transformers takes over whole sequences alone."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "head_dim": 64}
-    reference = write_other_model(tmp_path, "nemotron_h", **shape)
-    engine = _engine(tmp_path)
+    _require_cache_of_whole_sequences(tmp_path, write_other_model(tmp_path, "nemotron_h", **shape))
+
+
+def test_bamba_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
+    """Its code takes the position of a token behind a cache for 0, unless it is told."""
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    reference = write_other_model(tmp_path, "bamba", attn_layer_indices=[1], **mamba)
+    _require_cache_of_whole_sequences(tmp_path, reference)
+
+
+def _require_cache_of_whole_sequences(folder: Path, reference: PreTrainedModel) -> None:
+    engine = _engine(folder)
     settings = engine.load_base("base", "").settings
     assert settings["sampling_cache"] != "none" and settings["sampler_trainer_logit_difference"] <= 1e-4
     tokens = np.random.default_rng(1).integers(3, 97, 30)

@@ -37,9 +37,11 @@ from mint.models.folder import ModelFolder
 
 @dataclass
 class ModelCache:
-    """The cache of a model: the `state`, and the `argument` of its forward that takes it."""
+    """The cache of a model: the `state` after `length` tokens of each sequence, and the `argument` of its forward that
+    takes it."""
 
     argument: str
+    length: int
     state: Any  # `Cache` of transformers, or a class of the model's own
 
     @property
@@ -92,6 +94,8 @@ class TransformersDecoder:
         self.rotation_switch = rotation_switch(self._model)
         """The tokens beyond which all positions of a sequence are rotated otherwise; None: there is no such length."""
         self._is_plain = self._unembeds_plainly()
+        self.tells_positions = False
+        """Whether the position of a token behind a cache is told. Most models know it; some would take it for 0."""
 
     @property
     def arch(self) -> str:
@@ -237,9 +241,12 @@ class TransformersDecoder:
     def _run(self, tokens: Tensor, cache: ModelCache | None, *, use_cache: bool) -> tuple[Tensor, ModelCache | None]:
         model = self._model.base_model if self._is_plain else self._model
         given = {} if cache is None else {cache.argument: cache.state}
+        before = 0 if cache is None else cache.length
+        if before and self.tells_positions:
+            given["position_ids"] = torch.full_like(tokens, before)
         found = model(input_ids=tokens, use_cache=use_cache, **given)
         hidden = found.last_hidden_state if self._is_plain else found.logits
-        return hidden.float(), _cache_of(found) if use_cache else None
+        return hidden.float(), _cache_of(found, before + tokens.shape[1]) if use_cache else None
 
     def _unembeds_plainly(self) -> bool:
         """Whether logits are the output layer's product of the last hidden states, bit for bit."""
@@ -278,11 +285,11 @@ def _pad_right(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.
     return starts[:, None] + np.minimum(columns, lengths[:, None] - 1), columns < lengths[:, None]
 
 
-def _cache_of(output: Any) -> ModelCache | None:
+def _cache_of(output: Any, length: int) -> ModelCache | None:
     for name in ("past_key_values", "cache_params", "state"):
         state = getattr(output, name, None)
         if state is not None:
-            return ModelCache(name, state)
+            return ModelCache(name, length, state)
     return None
 
 

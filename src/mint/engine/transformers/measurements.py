@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -97,8 +98,9 @@ def _whole_logits(decoder: TransformersDecoder, tokens: Tensor) -> Tensor:
 
 
 def _measure_cache(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float) -> CacheUse:
-    """The best use of the model's cache whose logits are those of whole sequences, up to rounding."""
-    for use in (CacheUse.SHARED, CacheUse.SEPARATE):
+    """The best use of the model's cache whose logits are those of whole sequences, up to rounding. Positions are told
+    only where none is right otherwise."""
+    for decoder.tells_positions, use in product((False, True), (CacheUse.SHARED, CacheUse.SEPARATE)):
         try:
             difference = _cache_difference(decoder, tokens, whole, use)
         except _FAILURES as error:
@@ -106,6 +108,7 @@ def _measure_cache(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, 
             continue
         if difference <= tolerance * float(whole.std()):
             return use
+    decoder.tells_positions = False
     _check_growth(decoder, tokens, whole, tolerance)
     return CacheUse.NONE
 
