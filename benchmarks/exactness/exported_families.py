@@ -28,34 +28,103 @@ from mint.compose.export import write_merged
 from mint.engine.protocol import LORA_ALPHA, AdamSpec, LoraSpec, LossSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.models.peft_format import write_peft
-from tests.small_models import ODD_NAMES, OTHER_FAMILIES, other_config, write_other_model
+from tests.small_models import FAMILIES, ODD_NAMES, OTHER_FAMILIES, other_config, write_other_model
 
 EQUAL_HEADS = {"head_dim": None, "num_key_value_heads": 4}
 """Families whose heads all have a width of hidden size / heads."""
 
 LATENT = OTHER_FAMILIES["deepseek_v3"]
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+
+QWEN_IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 48,
+               "num_position_embeddings": 16}  # fmt: skip
+
+
+def text_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of a small text model within one of texts and images."""
+    settings = other_config(family, **changes).to_dict()
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+QWEN4 = {**EXPERTS, "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2,
+         "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "shared_expert_intermediate_size": 16, "num_experts": 4}  # fmt: skip
+
 CHANGES: dict[str, dict[str, Any]] = {
     **ODD_NAMES,
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8,
+              "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 8},
     "bitnet": EQUAL_HEADS,
+    "blenderbot": {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_layers": 2,
+                   "encoder_layers": 1, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64},
     "codegen": {"rotary_dim": 4, "n_ctx": 256},
+    "cohere_compass_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+                            "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                                                "full_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+    "dbrx": {"d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "head_dim": None,
+             "num_attention_heads": None, "num_key_value_heads": None,
+             "attn_config": {"kv_n_heads": 2, "rope_theta": 500.0, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48}},
     "deepseek_v2": {**LATENT, "head_dim": 8},
+    "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note_text": {**LATENT, "override_configs": {}},
     "falcon": {"head_dim": None},
     "gemma3": {"text_config": other_config("gemma3_text", sliding_window=16).to_dict(),
                "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
                                  "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
                "mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94},
+    "gemma4": {"text_config": text_config("gemma4_text"),
+               "vision_config": {**IMAGES, "num_key_value_heads": 2, "head_dim": 16}},
+    "gemma4_unified": {"text_config": {**text_config("gemma4_text"), "model_type": "gemma4_unified_text"}},
     "glm4_moe_lite": LATENT,
+    "got_ocr2": {"text_config": text_config("qwen2", head_dim=None),
+                 "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 64,
+                                   "image_size": 32, "patch_size": 16, "output_channels": 16,
+                                   "global_attn_indexes": [0]}},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gpt_neox_japanese": EQUAL_HEADS,
     "gptj": {"rotary_dim": 4},
     "helium": {"head_dim": 12},
+    "inkling_text": {**EXPERTS, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+                     "sliding_window_size": 16, "d_rel": 4, "rel_extent": 16, "n_routed_experts": 4,
+                     "n_shared_experts": 1, "layer_types": ["hybrid_sliding", "hybrid"],
+                     "mlp_layer_types": ["dense", "sparse"]},
+    "kimi_linear": {**LATENT, **EXPERTS, "num_experts": 4, "linear_head_dim": 8, "linear_num_heads": 2,
+                    "num_experts_per_token": 2, "n_group": None, "num_expert_group": 1, "q_lora_rank": None,
+                    "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    "llama4": {"text_config": text_config("llama4_text"),
+               "vision_config": {**IMAGES, "vision_output_dim": 32, "projector_input_dim": 32,
+                                 "projector_output_dim": 32}},
     "mamba2": {"num_heads": 12, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
     "minicpm3": {**LATENT, "head_dim": 16},
     "modernbert-decoder": EQUAL_HEADS,
     "olmoe": EQUAL_HEADS,
     "persimmon": EQUAL_HEADS,
+    "phi4_multimodal": {"vision_config": {**IMAGES, "crop_size": 28},
+                        "audio_config": {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 1,
+                                         "num_attention_heads": 2, "ext_pw_out_channel": 32,
+                                         "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2,
+                   "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "decoder_ffn_dim": 64,
+                   "encoder_ffn_dim": 64},
+    "qwen3_5": {"text_config": text_config("qwen3_5_text", **FAMILIES["qwen3_5_text"]), "vision_config": QWEN_IMAGES},
+    "qwen3_5_moe": {"text_config": text_config("qwen3_5_moe_text", **FAMILIES["qwen3_5_moe_text"]),
+                    "vision_config": QWEN_IMAGES},
+    "qwen4_exp": {"text_config": text_config("qwen4_exp_text", **QWEN4)},
+    "qwen4_exp_text": QWEN4,
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "attention_head_size": 16,
+                 "feed_forward_size": 64, "local_attn_chunk_length": 16},
     "stablelm": {"head_dim": None, "num_attention_heads": 2},
+    "xlnet": {"max_position_embeddings": None, "d_model": 48, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    "zamba": {"attention_hidden_size": 96, "attention_head_dim": 24, "head_dim": None, "num_key_value_heads": 4,
+              "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_hidden_layers": 4,
+              "layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mamba_kernels": False},
 }  # fmt: skip
 """What a family needs beside or instead of the sizes of `other_config`."""
 
