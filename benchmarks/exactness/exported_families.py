@@ -25,8 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from mint.compose.export import write_merged
+from mint.engine.bases.lora_layers import output_layer
 from mint.engine.protocol import LORA_ALPHA, AdamSpec, LoraSpec, LossSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
+from mint.models.folder import ModelFolder
 from mint.models.peft_format import write_peft
 from tests.small_models import FAMILIES, ODD_NAMES, OTHER_FAMILIES, other_config, write_other_model
 
@@ -203,7 +205,14 @@ def row_of(family: str, folder: Path) -> str:
         return float(np.abs(logprobs_of(AutoModelForCausalLM.from_pretrained(folder / "merged")) - ours).max())
 
     def adapted() -> float:
-        write_peft(folder / "adapter", weights, rank=lora.rank, alpha=LORA_ALPHA, base_model=str(base))
+        write_peft(
+            folder / "adapter",
+            weights,
+            rank=lora.rank,
+            alpha=LORA_ALPHA,
+            base_model=str(base),
+            output_layer=output_layer(ModelFolder(base)),
+        )
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder / "adapter"))
         return float(np.abs(logprobs_of(model) - ours).max())
 

@@ -19,6 +19,10 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 
+CHANGES = {"bert": {"is_decoder": True}, "roberta": {"is_decoder": True}}
+"""Families whose output layer is not called `lm_head`, or is within a module of this name, and what makes decoders of
+them."""
+
 TOKENS = np.random.default_rng(1).integers(3, 97, 24).tolist()
 
 
@@ -38,12 +42,15 @@ def _upload(service: mint.ServiceClient, folder: Path, base: str) -> str:
     return path
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "glm4", "deepseek_v3", "llama4_text", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "gemma2", "glm4", "deepseek_v3", "llama4_text", "lfm2", "falcon_h1", *CHANGES],
+)
 def test_a_trained_adapter_goes_out_and_comes_back_as_the_same_function(tmp_path: Path, family: str) -> None:
     import peft  # deferred: loading it takes seconds, in every worker
 
     base = tmp_path / "base"
-    write_other_model(base, family)
+    write_other_model(base, family, **CHANGES.get(family, {}))
     with mint.ServiceClient() as service:
         client = service.create_lora_training_client(base_model="small/base", rank=4, seed=1)
         step(client, TOKENS)

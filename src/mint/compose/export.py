@@ -20,7 +20,7 @@ import numpy as np
 
 from mint.client.rest_client import RestClient
 from mint.config import Settings, read_settings
-from mint.engine.bases.lora_layers import is_own_family, lora_layers
+from mint.engine.bases.lora_layers import is_own_family, lora_layers, output_layer
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import InvalidRequestError, MissingExtraError, UnknownBaseModelError
 from mint.extras import install_command
@@ -169,7 +169,12 @@ def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, for
     if format == "peft":
         name = _public_name(checkpoint, settings)
         peft_format.write_peft(
-            folder, checkpoint.weights, rank=checkpoint.rank, alpha=checkpoint.alpha, base_model=name
+            folder,
+            checkpoint.weights,
+            rank=checkpoint.rank,
+            alpha=checkpoint.alpha,
+            base_model=name,
+            output_layer=_output_layer(checkpoint.base_model, settings),
         )
         return
     base = registry.resolve(checkpoint.base_model, settings.model_aliases)
@@ -222,6 +227,16 @@ def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
         return base_model  # it need not be on this machine
     checkpoint.require_base(folder)
     return str(folder) if is_local else base_model
+
+
+def _output_layer(base_model: str, settings: Settings) -> str:
+    """The path of the base model's output layer in transformers; mint's name for it, which most models have, where the
+    base model is not on this machine."""
+    try:
+        base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
+    except (UnknownBaseModelError, InvalidRequestError):
+        return peft_format.UNEMBED
+    return output_layer(base)
 
 
 def _missing(error: ImportError) -> MissingExtraError:

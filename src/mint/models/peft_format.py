@@ -113,6 +113,8 @@ class Layer:
     part: str
     outputs: int
     inputs: int
+    module: str | None = None
+    """Its path in the model of transformers, by which PEFT knows it, where mint has another name for it."""
 
 
 LayersOf = Callable[[ModelFolder], Mapping[str, Layer]]
@@ -128,15 +130,23 @@ def module_names(weights: Iterable[str]) -> list[str]:
 
 
 def config_json(
-    modules: Iterable[str], *, rank: int, alpha: float, base_model: str, parameters: Sequence[str] = ()
+    modules: Iterable[str],
+    *,
+    rank: int,
+    alpha: float,
+    base_model: str,
+    parameters: Sequence[str] = (),
+    output_layer: str = UNEMBED,
 ) -> bytes:
     """The content of adapter_config.json; PEFT loads `base_model` first. `parameters` are those outside of linear
-    layers that have a lora."""
+    layers that have a lora; `output_layer` is what `modules` calls the output layer."""
     modules = sorted(modules)
     beside = _beside_experts(modules, has_experts=bool(parameters))
     # By their last names PEFT would also find the layers for images, of which some can have no lora.
     is_part = any(_TEXT_PART in name.split(".") for name in modules)
-    named = {name if is_part else _last_name(name) for name in modules if name not in beside}
+    # The last name of an output layer (`decoder`, in BERT's family) may be that of other modules, too.
+    whole_names = {*modules} if is_part else {output_layer}
+    named = {name if name in whole_names else _last_name(name) for name in modules if name not in beside}
     whole = [*parameters, *(f"{name}.weight" for name in beside)]
     config = {
         "peft_type": "LORA",
@@ -157,15 +167,28 @@ def config_json(
     return json.dumps(config, indent=2).encode()
 
 
-def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, alpha: float, base_model: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors."""
+def write_peft(
+    folder: Path,
+    weights: Mapping[str, np.ndarray],
+    *,
+    rank: int,
+    alpha: float,
+    base_model: str,
+    output_layer: str = UNEMBED,
+) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors. `output_layer` is the path of the output layer in the
+    base's model of transformers."""
+    halves = {f"{UNEMBED}.lora_{half}.weight": f"{output_layer}.lora_{half}.weight" for half in "AB"}
+    weights = {halves.get(name, name): array for name, array in weights.items()}
     modules = module_names(weights)
     parameters = _STACKED if any(_EXPERT.search(name) and name.endswith(".gate_up_proj") for name in modules) else ()
     if parameters:
         weights = _stack(weights)
         modules = [name for name in modules if not _EXPERT.search(name)]
     write_tensors(folder / WEIGHTS_FILE, {_PREFIX + name: array for name, array in weights.items()}, {"format": "pt"})
-    config = config_json(modules, rank=rank, alpha=alpha, base_model=base_model, parameters=parameters)
+    config = config_json(
+        modules, rank=rank, alpha=alpha, base_model=base_model, parameters=parameters, output_layer=output_layer
+    )
     write_file(folder / CONFIG_FILE, [config])
 
 
@@ -316,7 +339,8 @@ def base_layers(folder: ModelFolder) -> dict[str, Layer]:
             layers |= dict.fromkeys(found.names, layer)
     unembed = tensors.get(f"{UNEMBED}.weight", tensors.get(f"{_EMBEDDING}.weight"))
     if unembed is not None:
-        layers[UNEMBED] = Layer("unembed", *unembed.shape)
+        outputs, inputs = unembed.shape
+        layers[UNEMBED] = Layer("unembed", outputs, inputs)
     return layers
 
 
@@ -332,9 +356,11 @@ def read_weights(
         InvalidRequestError: the file is damaged, holds something else, or is a lora of another model.
     """
     stored = UntrustedTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
+    own_names = {layer.module: own for own, layer in layers.items() if layer.module is not None}
     found: dict[str, str] = {}
     for name, entry in stored.entries.items():
-        own = name.removeprefix(_PREFIX)
+        module, dot, half = name.removeprefix(_PREFIX).rpartition(".lora_")
+        own = f"{own_names.get(module, module)}{dot}{half}"
         copy = _FROZEN_COPY.fullmatch(own)
         if copy is not None:
             _require_frozen(stored, entry, base.tensors(), copy["module"])

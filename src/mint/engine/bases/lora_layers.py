@@ -6,7 +6,7 @@ from mint.engine.model.config import read_decoder_config
 from mint.engine.transformers.meta_model import meta_model
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import Layer, base_layers
+from mint.models.peft_format import UNEMBED, Layer, base_layers
 
 
 def lora_layers(folder: ModelFolder) -> dict[str, Layer]:
@@ -18,6 +18,16 @@ def lora_layers(folder: ModelFolder) -> dict[str, Layer]:
         CheckpointError: a weight file is damaged.
     """
     return base_layers(folder) if is_own_family(folder) else _layers_of_modules(folder)
+
+
+def output_layer(folder: ModelFolder) -> str:
+    """The path of the output layer in the model of transformers.
+
+    Raises:
+        InvalidRequestError: as `lora_layers`.
+    """
+    own = None if is_own_family(folder) else _layers_of_modules(folder).get(UNEMBED)
+    return UNEMBED if own is None or own.module is None else own.module
 
 
 def is_own_family(folder: ModelFolder) -> bool:
@@ -33,8 +43,11 @@ def _layers_of_modules(folder: ModelFolder) -> dict[str, Layer]:
     # Deferred: they take seconds, and own families do not need them.
     from mint.engine.transformers.linear_layers import linear_layers, part_of, widths_of
 
+    model = meta_model(folder)
+    paths = {module: path for path, module in model.named_modules()}
     layers = {}
-    for name, module in linear_layers(meta_model(folder)).items():
+    for name, module in linear_layers(model).items():
         inputs, outputs = widths_of(module)
-        layers[name] = Layer(part_of(name), outputs, inputs)
+        path = paths[module]
+        layers[name] = Layer(part_of(name), outputs, inputs, None if path == name else path)
     return layers
