@@ -59,6 +59,8 @@ QWEN4 = {**EXPERTS, "layer_types": ["linear_attention", "indexed_attention"], "i
 
 CHANGES: dict[str, dict[str, Any]] = {
     **ODD_NAMES,
+    "axk1": LATENT,
+    "axk2": LATENT,
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8,
               "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 8},
     "bitnet": EQUAL_HEADS,
@@ -73,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
              "attn_config": {"kv_n_heads": 2, "rope_theta": 500.0, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48}},
     "deepseek_v2": {**LATENT, "head_dim": 8},
+    "deepseek_v32": {**LATENT, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8},
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {**LATENT, "override_configs": {}},
     "falcon": {"head_dim": None},
@@ -124,6 +127,8 @@ CHANGES: dict[str, dict[str, Any]] = {
                  "feed_forward_size": 64, "local_attn_chunk_length": 16},
     "stablelm": {"head_dim": None, "num_attention_heads": 2},
     "xlnet": {"max_position_embeddings": None, "d_model": 48, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "youtu": LATENT,
     "zamba": {"attention_hidden_size": 96, "attention_head_dim": 24, "head_dim": None, "num_key_value_heads": 4,
               "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_hidden_layers": 4,
               "layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mamba_kernels": False},
