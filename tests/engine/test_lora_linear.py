@@ -102,13 +102,14 @@ def test_more_loras_than_are_kept_merged_give_the_same_samples(tied: Model, monk
         assert [s.logprobs.tobytes() for s in first.samples] == [s.logprobs.tobytes() for s in second.samples]
 
 
+@pytest.mark.parametrize("rank", [1, 4])
 def test_apart_the_samplers_logprobs_are_the_trainers_in_any_company(
-    tied: Model, monkeypatch: pytest.MonkeyPatch
+    rank: int, tied: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuOperations, "merged_bytes", 0)
     engine = _engine(tied)
-    for name, rank in (("other", 3), ("m", 4)):
-        engine.create_model(name, "base", LoraSpec(rank, 1, True, True, True))
+    for name, own_rank in (("other", 3), ("m", rank)):
+        engine.create_model(name, "base", LoraSpec(own_rank, 1, True, True, True))
         train(engine, name)
         engine.publish(name, name)
     own = job(list(range(20, 60)), weights_id="m", num_samples=3, max_tokens=12)

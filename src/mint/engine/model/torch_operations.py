@@ -107,7 +107,7 @@ class TorchOperations:
         """`add_loras` for one lora that all rows have."""
         least = min_rows()
         target, x = pad_rows(out, least), pad_rows(x.float(), least)
-        down = x @ lora.a.t()
+        down = _down(x, lora.a)
         for columns, own, b in lora.parts():
             target[:, own].addmm_(down[:, columns], b.t(), alpha=scale)
         if len(target) > len(out):
@@ -117,7 +117,7 @@ class TorchOperations:
         self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None
     ) -> list[Tensor]:
         x = x.float()
-        down = x @ lora.a.t()  # computed again: keeping it would cost memory in every layer
+        down = _down(x, lora.a)  # computed again: keeping it would cost memory in every layer
         grad_down = torch.empty_like(down)
         grad_bs: list[Tensor] = []
         for columns, own, b in lora.parts():
@@ -295,3 +295,9 @@ class TorchOperations:
                 negatives[filled : filled + len(trained)] = trained
                 filled += len(trained)
         return normaliser, entropies, negatives[:filled]
+
+
+def _down(x: Tensor, a: Tensor) -> Tensor:
+    """`x @ a.T`, [T, r]. A lone row of `a` is multiplied twice: torch multiplies matrix and vector in another order for
+    other numbers of rows (measured)."""
+    return x @ a.t() if len(a) > 1 else (x @ a.expand(2, -1).t())[:, :1]
