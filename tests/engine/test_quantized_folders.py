@@ -190,6 +190,10 @@ def test_an_export_is_merged_into_the_numbers_and_is_no_longer_quantized(tmp_pat
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         ({"bits": 4}, "None"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
+        (
+            {**_compressed("channel"), "transform_config": {"config_groups": {"v": {"type": "hadamard"}}}},
+            r"transform_config.*hadamard",
+        ),
         ({**BLOCKS, "weight_block_size": [128]}, r"weight_block_size"),
         ({**BLOCKS, "weight_block_size": [64, 128]}, r"down_proj.weight is \[192, 288\] with scales \[2, 3\]"),
     ],
@@ -204,6 +208,19 @@ def test_other_quantizations_are_refused_by_name(
     with pytest.raises(InvalidRequestError, match=named) as refusal:
         _engine(tmp_path, implementation=implementation)
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("implementation", ["mint", "transformers"])
+def test_scales_that_round_keys_and_values_are_left_out(implementation: str, tmp_path: Path) -> None:
+    """As llm-compressor writes them with a `kv_cache_scheme`."""
+    from safetensors.torch import load_file, save_file
+
+    reference = _write_fp8(tmp_path, "outputs")
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {f"model.layers.{layer}.self_attn.{part}_scale": torch.ones(1) / 8 for layer in range(3) for part in "qkv"}
+    save_file(tensors | scales, tmp_path / "model.safetensors", {"format": "pt"})
+    found = _own_logprobs(_engine(tmp_path, implementation=implementation), TOKENS)
+    assert np.abs(found - _logprobs(reference, TOKENS)).max() <= 2e-5
 
 
 def test_a_matrix_without_its_scales_is_refused_by_name(tmp_path: Path) -> None:

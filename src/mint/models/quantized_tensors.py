@@ -20,8 +20,8 @@ from mint.models.tensor_files import StoredTensor
 
 METHODS = "'fp8', 'mxfp4', or 'compressed-tensors' with format 'float-quantized'"
 
-_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
-"""Scales that round activations in other engines. Here activations keep their precision."""
+_ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".q_scale", ".k_scale", ".v_scale")
+"""Scales that round activations, queries, keys and values in other engines. Here these keep their precision."""
 
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the value of each code of 4 bits."""
@@ -86,6 +86,8 @@ def dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, 
     if method == "compressed-tensors":
         if quantization.get("format") != "float-quantized":
             raise _unsupported("format", quantization.get("format"))
+        if quantization.get("transform_config"):  # rotations of activations, which the weights alone do not undo
+            raise _unsupported("transform_config", quantization["transform_config"])
         return _with_scales(tensors, "weight_scale", _block_structure(quantization))
     if method == "mxfp4":
         return _with_exponents(tensors)
