@@ -20,6 +20,11 @@ from mint.models.tensor_files import StoredTensor
 
 METHODS = "'fp8', 'mxfp4', or 'compressed-tensors' with format 'float-quantized'"
 
+_UNQUANTIZED = (
+    "Take the model as it was before quantization, in bfloat16: MINT_QUANTIZE=nf4 quantizes it when it is loaded"
+)
+"""The remedy where the quantization is not read."""
+
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".q_scale", ".k_scale", ".v_scale")
 """Scales that round activations, queries, keys and values in other engines. Here these keep their precision."""
 
@@ -168,11 +173,10 @@ def _unsupported(key: str, value: object) -> InvalidRequestError:
         f"is a quantization that mint does not read; supported are {METHODS}",
         field=f"config.json quantization_config.{key}",
         value=repr(value),
-        remedy="Take the model as it was before quantization, in bfloat16: MINT_QUANTIZE=nf4 quantizes it when it is "
-        "loaded",
+        remedy=_UNQUANTIZED,
     )
 
 
 def _unfit(name: str, problem: str) -> InvalidRequestError:
-    remedy = "Give an unmodified folder of Hugging Face"
+    remedy = f"Give the folder as it was published. If it is that, mint does not read its quantization. {_UNQUANTIZED}"
     return InvalidRequestError(f"tensor {name} {problem}", field="base_model", remedy=remedy)
