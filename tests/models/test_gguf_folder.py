@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mint
@@ -79,7 +80,7 @@ def _write_gguf(
         for name in ("attn_q", "attn_k", "attn_v"):
             shapes[f"blk.{layer}.{name}"] = (HEADS * head_dim, HIDDEN)
         shapes[f"blk.{layer}.attn_output"] = (HIDDEN, HEADS * head_dim)
-        if architecture in ("qwen3", "gemma3"):
+        if architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"blk.{layer}.attn_{name}_norm": (head_dim,) for name in ("q", "k")}
         if architecture == "gemma3":
             shapes |= {f"blk.{layer}.post_{name}_norm": (HIDDEN,) for name in ("attention", "ffw")}
@@ -137,6 +138,36 @@ def test_a_gguf_file_trains_and_samples_with_the_numbers_of_transformers(file: P
             losses.append(client.forward_backward([datum], loss_fn="cross_entropy").result().metrics["loss:sum"])
             client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         assert losses[1] < losses[0]
+
+
+def test_experts_of_qwen3_moe_are_written_as_they_are_published(tmp_path: Path) -> None:
+    """One by one, as mint's own decoder and exports know them; a GGUF file has those of a layer in one tensor."""
+    path, rng = tmp_path / "experts.gguf", np.random.default_rng(3)
+    shapes = {"gate_inp": (4, HIDDEN), "gate_exps": (4, 32, HIDDEN), "up_exps": (4, 32, HIDDEN),
+              "down_exps": (4, HIDDEN, 32), "norm": (HIDDEN,)}  # fmt: skip
+    tensors = {
+        f"blk.{layer}.ffn_{name}.weight": rng.normal(0, 0.15, shape).astype(np.float32)
+        for layer in range(LAYERS)
+        for name, shape in shapes.items()
+    }
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(32)
+
+    _write_gguf(path, architecture="qwen3moe", without="ffn_", tensors=tensors, edit=edit)
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    config.moe_intermediate_size = 32  # which transformers does not read
+    config.head_dim = HIDDEN // HEADS
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, config=config)
+    tokens = rng.integers(3, 96, 20).tolist()
+    with mint.ServiceClient() as service:
+        sampler = service.create_sampling_client(base_model=str(path))
+        found = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
+    assert np.abs(np.array(found, np.float64) - _logprobs(reference, tokens)).max() <= 1e-4
+    names = load_file(registry.resolve(str(path), {}) / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
 
 
 def test_a_file_is_converted_once_and_again_when_its_content_changes(file: Path) -> None:

@@ -84,6 +84,8 @@ def convert(file: Path, folder: Path) -> None:
             raise _unreadable(file, f"its tensor {name} has numbers that are not finite", "Give an undamaged file")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
+    if config["model_type"] == "qwen3_moe":
+        tensors = _experts_apart(tensors)
     folder.mkdir()
     tokenizer.save_pretrained(folder)
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
@@ -164,6 +166,22 @@ def _scale_positions(config: dict[str, Any], scaling: dict[str, Any]) -> None:
     parameters: dict[str, Any] = config["rope_parameters"]
     of_layers = parameters.get("full_attention", parameters)
     of_layers |= scaling
+
+
+def _experts_apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with each expert's matrices by themselves, as Qwen3-MoE is published; nothing is copied. transformers
+    holds the experts of a layer in one tensor, gate above up."""
+    found: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        stem, _, layer = name.rpartition(".experts.")
+        if not stem:
+            found[name] = values
+            continue
+        parts = ("gate_proj", "up_proj") if layer == "gate_up_proj" else (layer,)
+        for expert, matrix in enumerate(values):
+            for part, own in zip(parts, np.split(matrix, len(parts)), strict=True):
+                found[f"{stem}.experts.{expert}.{part}.weight"] = own
+    return found
 
 
 def _unreadable(file: Path, problem: str, remedy: str | None = None) -> InvalidRequestError:

@@ -24,7 +24,7 @@ from mint.models.tensor_files import write_file
 
 log = logging.getLogger(__name__)
 
-_READING = 4
+_READING = 5
 """Counts the ways in which files were read: a folder of an earlier one is not used."""
 
 NOTE = "conversion.json"
