@@ -402,6 +402,14 @@ def test_a_file_that_says_another_number_of_layers_is_refused_at_once(
         registry.resolve(str(path), {})
 
 
+def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers 5.23 fails at the scaling of positions, and without one it finds no experts."""
+    path = tmp_path / "oss.gguf"
+    _write_gguf(path, architecture="gpt-oss", edit=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
+    with pytest.raises(InvalidRequestError, match=r"general\.architecture = gpt-oss.*Give the Hugging Face folder"):
+        registry.resolve(str(path), {})
+
+
 def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "small-00001-of-00002.gguf"
     _write_gguf(path, edit=lambda writer: writer.add_uint16("split.count", 2))

@@ -53,6 +53,7 @@ def convert(file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         header = GgufHeader(GGUFReader(file))
+        header.require_readable()
         header.require_whole()  # first: transformers would make as many layers as the file says
         header.require_known_tokens()
         scaling = header.rope_scaling()

@@ -13,8 +13,8 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 
-READ_BY_TRANSFORMERS = "gpt-oss"
-"""The architecture whose scaling transformers reads itself."""
+_WITHOUT_EXPERTS = "gpt-oss"
+"""The architecture whose experts transformers does not read by the names that llama.cpp gives them."""
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of Llama 3.1, 3.2 and 3.3. A file has the factor of each frequency in their place."""
@@ -137,6 +137,20 @@ class GgufHeader:
         found = self._fields.get(f"{self.architecture}.{key}")
         return found if isinstance(found, int) else None
 
+    def require_readable(self) -> None:
+        """Checks that transformers reads all tensors of the architecture.
+
+        Raises:
+            InvalidRequestError: it does not.
+        """
+        if self.architecture == _WITHOUT_EXPERTS:
+            raise InvalidRequestError(
+                "is an architecture whose experts transformers does not read from GGUF files",
+                field="general.architecture",
+                value=self.architecture,
+                remedy="Give the Hugging Face folder of this model: with MINT_QUANTIZE=mxfp4 its experts take 5 bits",
+            )
+
     def require_whole(self) -> None:
         """Checks that the tensors of all layers are in this file.
 
@@ -187,8 +201,6 @@ class GgufHeader:
         given = {name.removeprefix(prefix): value for name, value in self._fields.items() if name.startswith(prefix)}
         kind = given.pop("type", "none")
         given.pop("finetuned", None)  # whether the model was trained with the scaling: it changes no number
-        if self.architecture == READ_BY_TRANSFORMERS:
-            return {}
         long, freqs = self._tensors.get("rope_factors_long.weight"), self._tensors.get("rope_freqs.weight")
         if kind not in ("none", "linear", "yarn") or long is not None:
             raise _unknown_scaling(f"{prefix}type", kind if long is None else "longrope")
