@@ -14,6 +14,7 @@ from mint.models.quantized_tensors import Mxfp4Tensor
 from mint.models.tensor_files import StoredTensor
 
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def base_bytes(
@@ -24,11 +25,12 @@ def base_bytes(
 ) -> int:
     """The bytes that mint's own decoder takes for `tensors` once they are loaded, with the copy of the unembedding that
     `operations` make."""
-    total = 0
+    total, experts = 0, config.family.experts
     for name, tensor in tensors.items():
         if name == _UNEMBEDDING and config.tie_word_embeddings:
             continue
-        total += _tensor_bytes(name, tensor, operations.dtype, quantization)
+        inputs_first = bool(experts and experts.inputs_first) and name.endswith(_STACKED)
+        total += _tensor_bytes(name, tensor, operations.dtype, quantization, inputs_first=inputs_first)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     if quantization == "int8":  # the codes of the unembedding stand for its tensor
         is_tied = config.tie_word_embeddings
@@ -37,7 +39,9 @@ def base_bytes(
     return total + operations.unembedding_copy_bytes(vocabulary, hidden)
 
 
-def _tensor_bytes(name: str, tensor: StoredTensor, dtype: torch.dtype, quantization: Quantization | None) -> int:
+def _tensor_bytes(
+    name: str, tensor: StoredTensor, dtype: torch.dtype, quantization: Quantization | None, *, inputs_first: bool
+) -> int:
     shape = tensor.shape
     entries = math.prod(shape)
     is_router = name.endswith((".router.weight", ".mlp.gate.weight"))
@@ -47,5 +51,6 @@ def _tensor_bytes(name: str, tensor: StoredTensor, dtype: torch.dtype, quantizat
         return tensor.kept_bytes
     quantized = None
     if quantization is not None and name not in (_UNEMBEDDING, _EMBEDDING):
-        quantized = quantized_bytes(entries // shape[-1], shape[-1], quantization)
+        inputs = shape[-2 if inputs_first else -1]
+        quantized = quantized_bytes(entries // inputs, inputs, quantization)
     return entries * dtype.itemsize if quantized is None else quantized
