@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
+from mint.cli.recipes.recipe_data import read_pairs
 from mint.cli.recipes.recipe_settings import read_settings_of
 from mint.cli.train import Recipe
 from mint.compose.installation import EXTRAS
+from mint.errors import InvalidRequestError
 from mint.extras import install_command
 from mint.recipes.recipe_configs import CONFIGS
 from mint.version import VERSION
@@ -167,6 +169,30 @@ def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts:
     assert dpo["after"]["loss"][0] < dpo["before"]["loss"][0]
     words = (f"task={prompts}", "prompt_style=plain", f"teacher={sft['sampler_checkpoint']}", "steps=3")
     assert last_line("train", "distill", *words)["checkpoint"].startswith("mint://")
+
+
+def test_a_line_of_pairs_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "a\u2028b", "chosen": "c\u0085d", "rejected": "e"}
+    path.write_text("\ufeff" + f"{json.dumps(pair, ensure_ascii=False)}\n\n" * 2, encoding="utf-8")
+    assert read_pairs(path) == [pair, pair]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "a", "chosen": "\xe9", "rejected": "b"}', "is not JSON in UTF-8"),
+        (b'{"prompt": "a", "chosen": "\\ud83d", "rejected": "b"}', r"has half of a character, \\ud83d"),
+        (b'{"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}', "is neither a text nor a list of messages"),
+        (b'{"prompt": "a", "chosen": ["a"], "rejected": "b"}', "is not a pair"),
+        (b"[1]", "is not a pair"),
+    ],
+)
+def test_a_bad_pair_is_named_by_its_line(line: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + b"\n")
+    with pytest.raises(InvalidRequestError, match=rf"pairs\.jsonl:2.* {said}"):
+        read_pairs(path)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ USAGES = [
     ("train rl task=chat judge=gpt base_model=mint/tiny", "task chat: judge = gpt", "It takes PairwiseJudge"),
     ("train rl task=code unsafe_sandbox=7 base_model=mint/tiny", "unsafe_sandbox = 7", "It takes bool"),
     ("train rl task=file:binary.jsonl base_model=mint/tiny", "binary.jsonl:1 = ", "Write one JSON object per line"),
-    ("train dpo data=binary.jsonl base_model=mint/tiny", "binary.jsonl:1 = ", "is not a pair"),
+    ("train dpo data=binary.jsonl base_model=mint/tiny", "binary.jsonl:1 = ", "Write one JSON object per line"),
+    ("train dpo data=mixed.jsonl base_model=mint/tiny", "mixed.jsonl:2: prompt = 5", "Write a text, or [{"),
     ("train dpo data=.", "data = .: is not a file", "Give a .jsonl file"),
     ("train rl task=math steps=", "RLConfig.steps = ", "Give an integer"),
     ("train rl task=math stop=END", "RLConfig.stop = END", "Give a list"),
@@ -264,6 +265,9 @@ def test_a_wrong_usage_is_a_message_with_the_value_and_the_remedy(
     Path("binary.jsonl").write_bytes(b"\xff\xfe\x00\n")
     Path("broken.py").write_text("def f(:\n")
     Path("pairs.jsonl").write_text('{"prompt": "a"}\n')
+    Path("mixed.jsonl").write_text(
+        '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": 5, "chosen": "b", "rejected": "c"}\n'
+    )
     Path("settings.py").write_text("from own import Own\nDEMO = {'steps': 3}\n")
     Path("folder").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -297,6 +297,12 @@ def test_a_jsonl_file_is_a_task(tmp_path: Path, tokenizer: Any) -> None:
     assert [task.compute_reward(f" {first.answer}\n", first), task.compute_reward("0", first)] == [1.0, 0.0]
 
 
+def test_a_byte_order_mark_before_the_first_row_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "\\ud83d\\ude00"}\n', encoding="utf-8-sig")
+    assert FileAdapter(path, heldout=0).build_dataset() == [Question("a", "\U0001f600")]
+
+
 def test_messages_with_a_system_prompt_keep_their_roles(tmp_path: Path, tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     task = FileAdapter(write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages, "answer": "Hello"}]), heldout=0)
@@ -334,6 +340,7 @@ def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str
         ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is not a text or a number"),
         ({"prompt": "x", "answer": "("}, {"grader": "regex"}, r"bad\.jsonl:2: answer = .*is not a regular expression"),
         ("[1]", {}, r"bad\.jsonl:2 = .*is not an object"),
+        ({"prompt": "a\ud83d", "answer": "1"}, {}, r"bad\.jsonl:2 = .*has half of a character, \\ud83d"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(

@@ -85,6 +85,28 @@ def checked_prompt_style(given: PromptStyle) -> PromptStyle:
     return given
 
 
+def checked_prompt(given: Any, where: str) -> Prompt:
+    """The prompt of a row of a file; `where` names the row.
+
+    Raises:
+        InvalidRequestError: it is neither a text nor a list of messages.
+    """
+    if isinstance(given, str) and given:
+        return given
+    if isinstance(given, list) and given and all(_is_message(message) for message in given):
+        return tuple(given)
+    raise InvalidRequestError(
+        "is neither a text nor a list of messages",
+        field=f"{where}: prompt",
+        value=given,
+        remedy='Write a text, or [{"role": "user", "content": "…"}]',
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
 def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[int]:
     """Token ids of a text or of messages, up to where the assistant replies.
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mint.errors import InvalidRequestError
+from mint.recipes.question_task import checked_prompt
 from mint.recipes.supervised import SupervisedConfig
 from mint.recipes.task_registry import load_task, suggestion_of_settings
+from mint.recipes.task_sources.files import read_json_lines
 from mint.rl.adapter import RLAdapter
 from mint.rl.heldout_evaluation import without_heldout
 
@@ -75,25 +77,19 @@ def read_pairs(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise InvalidRequestError("is not a file", field="data", value=str(path), remedy="Give a .jsonl file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _pair(line)
-        if row is None:
+    for where, row in read_json_lines(path):
+        if not _is_pair(row):
             raise InvalidRequestError(
                 "is not a pair",
-                field=f"{path}:{number}",
-                value=line[:80],
+                field=where,
+                value=json.dumps(row, ensure_ascii=False)[:80],
                 remedy='Write {"prompt": …, "chosen": "…", "rejected": "…"}',
             )
-        rows.append(row)
+        rows.append({**row, "prompt": checked_prompt(row["prompt"], where)})
     return rows
 
 
-def _pair(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-        complete = all(isinstance(row[key], str) and row[key] for key in ("chosen", "rejected")) and row["prompt"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return row if complete else None
+def _is_pair(row: Any) -> bool:
+    if not isinstance(row, dict) or not row.get("prompt"):
+        return False
+    return all(isinstance(row.get(key), str) and row[key] for key in ("chosen", "rejected"))

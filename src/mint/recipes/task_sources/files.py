@@ -5,6 +5,7 @@ A hash of the prompt decides which rows are held out.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
-from mint.recipes.question_task import Prompt, PromptStyle, Question, QuestionAdapter, one_side
+from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, checked_prompt, one_side
 from mint.rl.tasks.math_grader import MathGrader
 
 PROMPT_KEYS = ("prompt", "question", "messages")
@@ -100,10 +101,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
             "does not exist", field="path", value=str(path), remedy="Give a .jsonl, .parquet or .csv file, or a folder"
         )
     if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+        yield from read_json_lines(path)
         return
     if not path.is_dir() and path.suffix not in FORMATS:
         raise InvalidRequestError(
@@ -116,14 +114,37 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {number}", row
 
 
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place (`file:line`) and the value of every line that is not blank; a byte order mark is left out.
+
+    Raises:
+        InvalidRequestError: a line is not JSON in UTF-8, or a text in it is not; names the line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if content.strip():
+                yield f"{path}:{number}", _parse(content, f"{path}:{number}")
+
+
 def _parse(line: bytes, where: str) -> Any:
+    shown = line.decode("utf-8", "replace").strip()
     try:
-        return json.loads(line.decode())
+        row = json.loads(line.decode())
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"has half of a character, \\u{ord(error.object[error.start]):04x}",
+            field=where,
+            value=shown,
+            remedy="Leave it out, or write the other half, too: a text was cut in the middle of a character",
+        ) from error
     except ValueError as error:
-        shown = line.decode("utf-8", "replace").strip()
         raise InvalidRequestError(
             f"is not JSON in UTF-8 ({error})", field=where, value=shown, remedy="Write one JSON object per line"
         ) from error
+    return row
 
 
 def _open_dataset(path: Path) -> Any:
@@ -166,7 +187,7 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
         )
     if grader == "regex":
         _check_pattern(str(answer), where)
-    return Question(_checked_prompt(prompt, where), str(answer), source=row)
+    return Question(checked_prompt(prompt, where), str(answer), source=row)
 
 
 def _key(row: Mapping[str, Any], wanted: str | None, known: Sequence[str], where: str, option: str) -> str:
@@ -179,23 +200,6 @@ def _key(row: Mapping[str, Any], wanted: str | None, known: Sequence[str], where
             remedy=f"Name the field with {option}=…",
         )
     return found[0]
-
-
-def _checked_prompt(prompt: Any, where: str) -> Prompt:
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        return tuple(prompt)
-    raise InvalidRequestError(
-        "is neither a text nor a list of messages",
-        field=f"{where}: prompt",
-        value=prompt,
-        remedy='Write a text, or [{"role": "user", "content": "…"}]',
-    )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _check_pattern(pattern: str, where: str) -> None:
