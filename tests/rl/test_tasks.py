@@ -145,6 +145,28 @@ def test_messages_for_a_model_without_a_template_are_refused_and_text_is_not(tok
         encode_prompt([{"role": "user", "content": "Hello"}], Bare(), "chat")
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{% for message in messages %}", "Unexpected end of template"),
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_chat_template_that_fails_is_a_refusal_that_names_the_model(
+    template: str, reason: str, tokenizer: Any
+) -> None:
+    class Failing:
+        chat_template = template
+        name_or_path = "my/model"
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+
+    with pytest.raises(InvalidRequestError, match=rf"base_model = my/model: .* of system, user \({reason}"):
+        encode_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], Failing(), "chat")
+
+
 def test_the_same_question_never_crosses_the_split_whatever_its_answer() -> None:
     questions = [Question(f"What is {number}?", str(answer)) for number in range(400) for answer in (1, 2)]
     train, heldout = (one_side(questions, heldout=side, share=0.25) for side in (False, True))
@@ -335,6 +357,11 @@ def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str
         ("{not json", {}, r"bad\.jsonl:2 = .*is not JSON"),
         ({"text": "x", "answer": "1"}, {}, r"bad\.jsonl:2 = fields text, answer: has no field prompt or question"),
         ({"prompt": "x"}, {}, r"bad\.jsonl:2 = .*has no field answer or gold or solution.*answer_key"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            {},
+            r'bad\.jsonl:2: messages = .*ends with a reply.* as "answer", and leave that message out',
+        ),
         ({"prompt": "x", "answer": "1"}, {"answer_key": "label"}, r"bad\.jsonl:.*has no field label"),
         ({"prompt": 3, "answer": "1"}, {}, r"bad\.jsonl:2: prompt = 3: is neither a text nor"),
         ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is not a text or a number"),

@@ -111,7 +111,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[in
     """Token ids of a text or of messages, up to where the assistant replies.
 
     Raises:
-        InvalidRequestError: messages were given and the tokenizer has no chat template.
+        InvalidRequestError: messages were given and the tokenizer has no chat template, or it has one that fails.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
@@ -125,9 +125,19 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[in
             value=getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__,
             remedy="Take a chat model, put a chat_template.jinja into its folder, or give prompts as plain text",
         )
-    rendered = tokenizer.apply_chat_template(
-        [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program that comes with the model, and may raise anything
+        roles = ", ".join(str(message.get("role")) for message in prompt)
+        raise InvalidRequestError(
+            f"has a chat template that cannot render messages of {roles} ({str(error).rstrip('.')})",
+            field="base_model",
+            value=getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__,
+            remedy="Use roles, and an order of them, that the template knows; or mend the chat_template.jinja of the "
+            "model; or give prompts as text, with prompt_style=plain",
+        ) from error
     return [int(token) for token in tokenizer.encode(rendered, add_special_tokens=False)]
 
 

@@ -177,6 +177,13 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     if not isinstance(row, Mapping):
         raise InvalidRequestError("is not an object", field=where, value=row, remedy='Write {"prompt": …, "answer": …}')
     prompt = row[_key(row, prompt_key, PROMPT_KEYS, where, "prompt_key")]
+    if answer_key is None and not any(key in row for key in ANSWER_KEYS) and _ends_with_a_reply(prompt):
+        raise InvalidRequestError(
+            "ends with a reply, and there is no field answer or gold or solution",
+            field=f"{where}: messages",
+            value=prompt,
+            remedy='Write the content of the last message as "answer", and leave that message out',
+        )
     answer = row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise InvalidRequestError(
@@ -188,6 +195,11 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     if grader == "regex":
         _check_pattern(str(answer), where)
     return Question(checked_prompt(prompt, where), str(answer), source=row)
+
+
+def _ends_with_a_reply(prompt: Any) -> bool:
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _key(row: Mapping[str, Any], wanted: str | None, known: Sequence[str], where: str, option: str) -> str:
