@@ -117,6 +117,7 @@ USAGES = [
     ("train rl task=math kl_reference=nope", "kl_reference = nope", "`mint runs list`"),
     ("eval mint/tiny math --against mint/tiny", "'mint/tiny', 'mint/tiny'", "Name each checkpoint once"),
     ("train sft", "task = (missing)", "task=…"),
+    ("train sft data=pairs.jsonl", "task = (missing)", "for example task=file:pairs.jsonl"),
     ("train sft task=chat epochs=-1", "SFTConfig.epochs = -1", "at least 1"),
     ("train dpo", "data = (missing)", "data=…"),
     ("train dpo data=/nope.jsonl", "data = /nope.jsonl", "Give a .jsonl file"),

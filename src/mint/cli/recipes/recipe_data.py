@@ -46,7 +46,8 @@ def single_turn_task(recipe: str, options: dict[str, Any], config: SupervisedCon
     Raises:
         InvalidRequestError: there is no such task, it does not take the options, or it has several turns.
     """
-    name = str(take(options, "task", f"Add task=…: `mint train {recipe}` needs it"))
+    example = f", for example task=file:{options['data']}" if "data" in options else ""
+    name = str(take(options, "task", f"Add task=…{example}: `mint train {recipe}` needs it"))
     with suggestion_of_settings(options, type(config).model_fields):
         adapter = load_task(name, seed=config.seed, **options).adapter
     try:
