@@ -419,16 +419,24 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        InvalidRequestError, match=r"config\.json: transformers cannot make a causal language model of it"
-    ):
+    said = r"config\.json: transformers cannot make a causal language model of it.*runs no code from a model folder"
+    with pytest.raises(InvalidRequestError, match=said):
         _engine(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_encoder_with_a_decoder_is_refused_by_name(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "glm4")
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(InvalidRequestError, match="language model of it: model_type = 't5' is none in transformers"):
+        _engine(tmp_path)
 
 
 def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
     write_other_model(tmp_path, "glm4")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
-    with pytest.raises(InvalidRequestError, match="nobody_knows"):
+    with pytest.raises(
+        InvalidRequestError, match=r"nobody_knows.*[^.]\. transformers .* is installed: a newer one may know it"
+    ):
         _engine(tmp_path)

@@ -33,11 +33,24 @@ def meta_model(folder: ModelFolder) -> PreTrainedModel:
     # fail: a division by zero, an attribute or index that is not there, endless recursion.
     except Exception as error:
         raise InvalidRequestError(
-            f"transformers cannot make a causal language model of it: {_told(error, folder.config)}",
+            f"transformers cannot make a causal language model of it: {_told(error, folder.config).rstrip('. ')}",
             field="base_model",
             value=str(folder.path / "config.json"),
-            remedy="Give the config.json of a causal language model, as it was published",
+            remedy=_remedy(folder.config),
         ) from error
+
+
+def _remedy(config: Mapping[str, Any]) -> str:
+    """A family that transformers does not know is seldom a fault of config.json: its code is in the folder, or newer
+    than the installed package."""
+    from transformers import CONFIG_MAPPING, __version__  # deferred: seconds to import
+
+    family = config.get("model_type")
+    if not isinstance(family, str) or family in CONFIG_MAPPING:
+        return "Give the config.json of a causal language model, as it was published"
+    if "auto_map" in config:
+        return f"mint runs no code from a model folder. Take a model that transformers {__version__} knows by itself"
+    return f"transformers {__version__} is installed: a newer one may know it. Update it, or take another model"
 
 
 def _told(error: Exception, config: Mapping[str, Any]) -> str:
@@ -45,6 +58,8 @@ def _told(error: Exception, config: Mapping[str, Any]) -> str:
     setting = _setting_of(error, config)
     if setting is not None:
         return f"it does not know {setting}"
+    if str(error).startswith("Unrecognized configuration class"):
+        return f"model_type = {config.get('model_type')!r} is none in transformers"
     if isinstance(error, ZeroDivisionError):
         zeros = [name for name, value in _settings(config) if type(value) is int and value == 0]
         sizes = [f"{name} = 0" for name in zeros if not name.endswith("_id")]
