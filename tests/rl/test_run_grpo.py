@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from mint.recipes.chat import ChatAdapter
 from mint.recipes.math import DEMO, MathAdapter
 from mint.recipes.tools import ToolsAdapter
 from mint.rl import MessageEnv, MessageEnvAdapter, MessageStepResult, Reward, RLAdapter, RLConfig, RunResult, run_grpo
+from mint.runs.process import PROCESS
 from mint.types import LossName
 
 pytestmark = pytest.mark.learns
@@ -108,6 +110,22 @@ def test_a_run_is_not_resumed_in_another_folder_of_the_same_name(
     with pytest.raises(InvalidRequestError, match=rf"run_dir = first: holds no run to resume.* is {meant}"):
         run_grpo(adapter, config.changed(run_dir=Path("first")), resume=True)
     assert not (tmp_path / "first").exists()
+
+
+def test_a_run_is_not_resumed_while_another_process_runs_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = RLConfig(base_model="mint/tiny", steps=0, heldout_size=0, print_progress=False, run_dir=folder)
+    adapter = MathAdapter(seed=0, train_size=8)
+    run_grpo(adapter, config)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        content = json.loads((folder / PROCESS).read_text())
+        running = {**content, "pid": other.pid, "began_at": time.time(), "ended_at": None, "outcome": None}
+        (folder / PROCESS).write_text(json.dumps(running))
+        with pytest.raises(InvalidRequestError, match=rf"{folder}: holds a run that process {other.pid} runs now"):
+            run_grpo(adapter, config, resume=True)
+        assert json.loads((folder / PROCESS).read_text()) == running
+        other.kill()
+    assert run_grpo(adapter, config, resume=True).steps == 0, "it was killed"
 
 
 @contextmanager

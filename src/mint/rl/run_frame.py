@@ -39,7 +39,7 @@ from mint.runs.interrupt import (
     is_stop_requested,
 )
 from mint.runs.log import ResumePoint, RunLog, is_run
-from mint.runs.process import recorded_process
+from mint.runs.process import PROCESS, other_living_process, recorded_process
 from mint.runs.terminal_text import counted
 
 log = logging.getLogger("mint.runs")
@@ -76,8 +76,9 @@ def open_run(
             it.
 
     Raises:
-        InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
-            `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in MINT_HOME.
+        InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings or is run by
+            another process now, or `resume` is True and `config.run_dir` is None, or holds no run while one of its name
+            is in MINT_HOME.
         MissingExtraError: the package of a tracker is not installed.
         UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
             no folder is made. A tokenizer that cannot be loaded or used leaves no training run, either.
@@ -132,8 +133,8 @@ def require_startable(config: RunConfig, *, resume: bool) -> None:
     """Refuses what cannot start, before anything is printed, opened or made.
 
     Raises:
-        InvalidRequestError: `resume` is True and `config.run_dir` is None, or holds no run while one of its name is in
-            MINT_HOME.
+        InvalidRequestError: `resume` is True and `config.run_dir` is None, holds a run that another process runs now,
+            or holds no run while one of its name is in MINT_HOME.
         MissingExtraError: the package of a tracker is not installed.
     """
     if resume and config.run_dir is None:
@@ -146,6 +147,8 @@ def require_startable(config: RunConfig, *, resume: bool) -> None:
         )
     if resume and config.run_dir is not None and not is_run(config.run_dir):
         _refuse_other_folder(config.run_dir)
+    if resume and config.run_dir is not None:
+        _refuse_running(config.run_dir)
     require_installed(config.trackers)
 
 
@@ -195,6 +198,19 @@ def _refuse_other_folder(run_dir: Path) -> None:
             field="run_dir",
             value=str(run_dir),
             remedy=f"The run of this name is {meant}: name that folder, or leave out resume to start a new run",
+        )
+
+
+def _refuse_running(run_dir: Path) -> None:
+    """Refuses to go on with a run that another process runs: both would write into the folder."""
+    process = other_living_process(run_dir)
+    if process is not None:
+        raise InvalidRequestError(
+            f"holds a run that process {process.pid} runs now",
+            field="run_dir",
+            value=str(run_dir),
+            remedy=f"Wait until it ends, or end it with `mint runs stop {run_dir}`. If process {process.pid} is "
+            f"something else, remove {run_dir / PROCESS}",
         )
 
 

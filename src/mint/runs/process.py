@@ -90,6 +90,14 @@ def read_process(folder: Path) -> RunProcess | None:
     return process if _is_sound(process) else None
 
 
+def other_living_process(folder: Path) -> RunProcess | None:
+    """The process that runs the run of a folder now, if it is another one of this machine."""
+    process = read_process(folder)
+    if process is None or process.outcome is not None or process.host != socket.gethostname():
+        return None
+    return process if process.pid != os.getpid() and lives(process.pid, process.began_at) else None
+
+
 def _is_sound(process: RunProcess) -> bool:
     """Whether the values have the types of their fields: the file may be damaged."""
     return (
