@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -16,6 +17,8 @@ import mint
 from mint import types
 from mint.compose.export import export_checkpoint
 from mint.errors import InvalidRequestError
+from mint.models import registry
+from mint.models.package_index import INDEX_MODELS
 from mint.models.registry import BUNDLED
 
 TEXT = "Q: What is 34 + 58?\nA: 92"
@@ -95,6 +98,25 @@ def test_those_may_read_an_export_whom_the_umask_lets(
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
     assert modes == {0o666 & ~umask}
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == (0o755 if umask == 0o022 else 0o700)
+
+
+def test_an_adapter_on_a_model_of_the_package_index_names_the_folder_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(iter(INDEX_MODELS))
+    tiny = registry.resolve("mint/tiny", {})
+    monkeypatch.setitem(BUNDLED, name, BUNDLED["mint/tiny"])
+    with mint.ServiceClient() as service:
+        path = (
+            service.create_lora_training_client(base_model=name, rank=2).save_state(name="of-the-index").result().path
+        )
+    monkeypatch.delitem(BUNDLED, name)
+    monkeypatch.setattr(registry, "resolve", lambda *_: tiny)
+    for is_gguf, base in ((True, str(tiny)), (False, name)):
+        monkeypatch.setattr(registry, "gguf_file", lambda *_, found=is_gguf: tiny if found else None)
+        output = str(tmp_path / f"adapter-{is_gguf}")
+        export_checkpoint(path, output=output, format="peft")
+        assert json.loads((Path(output) / "adapter_config.json").read_text())["base_model_name_or_path"] == base
 
 
 def test_an_export_does_not_replace_a_link_to_nothing(

@@ -58,7 +58,9 @@ class _CheckpointWeights:
             require_same_weights(self.path, self.base_model, recorded=self.base_fingerprint, found=found)
 
 
-def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir: Path | None = None) -> None:
+def export_checkpoint(
+    path: str, *, output: str | Path, format: ExportFormat, data_dir: str | Path | None = None
+) -> None:
     """Writes the checkpoint at `path` to the new folder `output`.
 
     `peft` writes the lora alone, `hf` a merged model, `gguf-ready` a merged model for llama.cpp's converter. `data_dir`
@@ -73,6 +75,7 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
         ConnectionLostError: the server cannot be reached.
     """
     settings = read_settings()
+    output, data_dir = Path(output), None if data_dir is None else Path(data_dir)
     if os.path.lexists(output):  # also a link to nothing
         raise InvalidRequestError("exists already", field="--output", value=str(output), remedy="Name a new folder")
     try:
@@ -212,7 +215,8 @@ def write_merged(
 
 
 def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
-    """The base model that PEFT will load: its name on the hub if it has one, else a folder on this machine.
+    """The base model that PEFT will load: its name on the hub if it has one, else a folder on this machine. A model of
+    the package index is a folder: it is quantized, and that of its name on the hub has other weights.
 
     Raises:
         CheckpointError: it is on this machine, with other weights.
@@ -226,7 +230,8 @@ def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
             raise
         return base_model  # it need not be on this machine
     checkpoint.require_base(folder)
-    return str(folder) if is_local else base_model
+    is_of_the_hub = not is_local and registry.gguf_file(base_model, aliases) is None
+    return base_model if is_of_the_hub else str(folder)
 
 
 def _output_layer(base_model: str, settings: Settings) -> str:
