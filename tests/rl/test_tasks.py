@@ -367,6 +367,7 @@ def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str
         ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is not a text or a number"),
         ({"prompt": "x", "answer": "("}, {"grader": "regex"}, r"bad\.jsonl:2: answer = .*is not a regular expression"),
         ("[1]", {}, r"bad\.jsonl:2 = .*is not an object"),
+        ("[" * 100_000, {}, r"bad\.jsonl:2 = .*is not JSON"),
         ({"prompt": "a\ud83d", "answer": "1"}, {}, r"bad\.jsonl:2 = .*has half of a character, \\ud83d"),
     ],
 )
@@ -408,6 +409,11 @@ def test_parquet_csv_and_saved_datasets_open_too(tmp_path: Path, monkeypatch: py
         assert [(each.prompt, each.answer) for each in task.build_dataset()] == [(f"q{n}", str(n)) for n in range(5)]
     with pytest.raises(InvalidRequestError, match="cannot be opened"):
         FileAdapter(write_jsonl(tmp_path / "damaged.parquet", ["x"]))
+    with pytest.raises(InvalidRequestError, match=r"cannot be opened by the datasets library .*EOF inside string"):
+        FileAdapter(write_jsonl(tmp_path / "damaged.csv", ["prompt,answer", '"x']))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(InvalidRequestError, match="cannot be opened by the datasets library"):
+        FileAdapter(tmp_path / "folder.jsonl")
     with pytest.raises(InvalidRequestError, match="has no ending that mint reads"):
         FileAdapter(write_jsonl(tmp_path / "rows.xyz", ["x"]))
 

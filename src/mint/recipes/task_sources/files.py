@@ -100,7 +100,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise InvalidRequestError(
             "does not exist", field="path", value=str(path), remedy="Give a .jsonl, .parquet or .csv file, or a folder"
         )
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" and not path.is_dir():
         yield from read_json_lines(path)
         return
     if not path.is_dir() and path.suffix not in FORMATS:
@@ -118,9 +118,16 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """The place (`file:line`) and the value of every line that is not blank; a byte order mark is left out.
 
     Raises:
-        InvalidRequestError: a line is not JSON in UTF-8, or a text in it is not; names the line.
+        InvalidRequestError: a line is not JSON in UTF-8, or a text in it is not; names the line. Or the file cannot be
+            opened.
     """
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot be opened ({error.strerror})", field="path", value=str(path), remedy="Give a file that can be read"
+        ) from error
+    with opened as file:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if content.strip():
@@ -140,7 +147,7 @@ def _parse(line: bytes, where: str) -> Any:
             value=shown,
             remedy="Leave it out, or write the other half, too: a text was cut in the middle of a character",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: too many brackets within each other
         raise InvalidRequestError(
             f"is not JSON in UTF-8 ({error})", field=where, value=shown, remedy="Write one JSON object per line"
         ) from error
@@ -150,6 +157,7 @@ def _parse(line: bytes, where: str) -> Any:
 def _open_dataset(path: Path) -> Any:
     try:
         import datasets  # deferred: an optional extra, seconds to import
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise MissingExtraError(
             f"{path.name} needs the datasets library", remedy=f"{install_command('tasks')}, or convert it to .jsonl"
@@ -159,9 +167,10 @@ def _open_dataset(path: Path) -> Any:
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = error.__cause__ or error  # what the library raises may only announce its cause
         raise InvalidRequestError(
-            f"cannot be opened by the datasets library ({error})",
+            f"cannot be opened by the datasets library ({reason})",
             field="path",
             value=str(path),
             remedy=f"Give .jsonl, {', '.join(FORMATS)}, or a folder written by save_to_disk",
