@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 def correct_steps(model: PreTrainedModel) -> None:
     """Makes single steps compute what whole sequences do. To be called when the loras of its layers are in place."""
     for module in model.modules():
-        if type(module).__name__ == "NemotronHMamba2Mixer":
-            module.get_submodule("in_proj").register_forward_hook(_RaiseTimeSteps(module))
+        if _limits_time_steps(module):
+            module.get_submodule("in_proj").register_forward_hook(_LimitTimeSteps(module))
 
 
 def rotation_switch(model: PreTrainedModel) -> int | None:
@@ -43,19 +43,34 @@ def _rope_settings(module: Any) -> list[dict[str, Any]]:
     return [settings, *(own for own in settings.values() if isinstance(own, dict))]
 
 
-class _RaiseTimeSteps:
-    """A hook on the input layer of a Mamba layer of Nemotron-H, whose last outputs are its time steps.
+def _limits_time_steps(module: nn.Module) -> bool:
+    """Whether a module is a Mamba 2 layer with limits of its time steps. Falcon-H1 multiplies the outputs of its input
+    layer, and has no limits in its published models."""
+    names = ("time_step_limit", "dt_bias", "in_proj")
+    if not all(hasattr(module, name) for name in names) or hasattr(module, "mup_vector"):
+        return False
+    return tuple(map(float, vars(module)["time_step_limit"])) != (0.0, math.inf)
 
-    transformers raises softplus(output + bias) to `time_step_limit[0]` over whole sequences, and not in single steps.
-    Raising the outputs themselves does the same in both.
+
+class _LimitTimeSteps:
+    """A hook on the input layer of a Mamba 2 layer, whose last outputs are its time steps.
+
+    transformers keeps softplus(output + bias) within `time_step_limit` over whole sequences, and not in single steps.
+    Limiting the outputs themselves does the same in both.
     """
 
     def __init__(self, mixer: Any) -> None:
         self._mixer = mixer
-        least = float(mixer.time_step_limit[0])
-        self._floor = math.log(math.expm1(least)) if least > 0 else -math.inf  # softplus of it is `least`
+        self._least, self._most = map(_inverse_softplus, mixer.time_step_limit)
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         bias: Tensor = self._mixer.dt_bias
         others, steps = output.split([output.shape[-1] - len(bias), len(bias)], dim=-1)
-        return torch.cat([others, torch.maximum(steps, (self._floor - bias).to(steps.dtype))], dim=-1)
+        least, most = ((limit - bias).to(steps.dtype) for limit in (self._least, self._most))
+        return torch.cat([others, torch.minimum(torch.maximum(steps, least), most)], dim=-1)
+
+
+def _inverse_softplus(step: float) -> float:
+    if step <= 0:
+        return -math.inf
+    return step if step > 30 else math.log(math.expm1(step))  # beyond, softplus changes nothing in float32
