@@ -14,6 +14,7 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, trai
 from peft import PeftModel
 from small_models import (
     FAMILIES,
+    ODD_NAMES,
     OTHER_FAMILIES,
     UNSUPPORTED_BY_PEFT,
     WITHOUT_MLP_IN_PEFT,
@@ -39,7 +40,7 @@ from mint.engine.protocol import (
 )
 from mint.engine.torch_engine import TorchEngine
 from mint.engine.transformers.base import TransformersBase
-from mint.engine.transformers.decoder import TransformersDecoder
+from mint.engine.transformers.decoder import ModelCache, TransformersDecoder
 from mint.engine.transformers.measurements import measure
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
@@ -176,10 +177,22 @@ def test_samples_that_a_hybrid_decodes_together_are_those_that_it_decodes_alone(
         assert np.abs(one.samples[0].logprobs - result.samples[0].logprobs).max() <= 3e-5  # 1.5e-5 without AVX-512
 
 
-def test_nemotron_h_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
-    """At this width some time steps are below the least that transformers takes over whole sequences alone."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 8, "mamba_head_dim": 64, "head_dim": 64}
-    _require_cache_of_whole_sequences(tmp_path, write_other_model(tmp_path, "nemotron_h", **shape))
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # at this width some time steps are below the limit
+        ("nemotron_h", {"hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 8, "mamba_head_dim": 64,
+                        "head_dim": 64}),
+        ("zamba2", {**ODD_NAMES["zamba2"], "time_step_min": 0.5}),
+        ("mamba2", {"num_heads": 12, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8,
+                    "time_step_limit": [0.5, 0.9]}),
+    ],
+)  # fmt: skip
+def test_mamba_decodes_from_its_cache_what_it_computes_over_whole_sequences(
+    family: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    """transformers limits time steps over whole sequences alone."""
+    _require_cache_of_whole_sequences(tmp_path, write_other_model(tmp_path, family, **changes))
 
 
 def test_bamba_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_path: Path) -> None:
@@ -382,12 +395,31 @@ def test_a_config_that_transformers_own_code_cannot_run_is_refused_in_one_senten
         _engine(tmp_path)
 
 
+def test_where_a_cache_cannot_be_repeated_each_sample_runs_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_other_model(tmp_path, "glm4")
+    own = job([5, 6, 7, 8], num_samples=4, max_tokens=20)
+    (expected,) = _engine(tmp_path).sample([own])
+
+    def cannot(_cache: ModelCache, _copies: int) -> None:
+        raise AttributeError("no such method")
+
+    monkeypatch.setattr(ModelCache, "repeat", cannot)
+    engine = _engine(tmp_path)
+    assert engine.load_base("base", "").settings["sampling_cache"] == "separate prompts"
+    (found,) = engine.sample([own])
+    for sample, other in zip(found.samples, expected.samples, strict=True):
+        assert np.array_equal(sample.tokens, other.tokens)
+        assert np.abs(sample.logprobs - other.logprobs).max() <= 3e-5
+
+
 def test_what_was_measured_at_load_is_told(tmp_path: Path) -> None:
     write_other_model(tmp_path / "dense", "glm4")
     write_other_model(tmp_path / "hybrid", "olmo_hybrid")
     dense = _engine(tmp_path / "dense").load_base("base", "").settings
     hybrid = _engine(tmp_path / "hybrid").load_base("base", "").settings
-    assert dense["sampling_cache"] == "shared prompt" and hybrid["sampling_cache"] == "separate prompts"
+    assert dense["sampling_cache"] == hybrid["sampling_cache"] == "shared prompt"
     for settings in (dense, hybrid):
         assert settings["implementation"] == "transformers"
         assert 0 <= settings["sampler_trainer_logit_difference"] < 1e-3

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 from mint.engine.lora import LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
@@ -50,12 +51,23 @@ class ModelCache:
         return sum(tensor.nbytes for tensor in _tensors_in(self.state, set()))
 
     def repeat(self, copies: int) -> None:
-        """Each sequence stands `copies` times, next to one another."""
-        self.state.batch_repeat_interleave(copies)
+        """Its one sequence stands `copies` times."""
+        if self._has_own_order():
+            self.state.batch_repeat_interleave(copies)
+        else:
+            self.state.reorder_cache(torch.zeros(copies, dtype=torch.int64))
 
     def select(self, sequences: Tensor) -> None:
         """Keeps these sequences, int64, in this order."""
-        self.state.batch_select_indices(sequences)
+        if self._has_own_order():
+            self.state.batch_select_indices(sequences)
+        else:
+            self.state.reorder_cache(sequences)
+
+    def _has_own_order(self) -> bool:
+        """Whether the cache is of a class that has methods of its own for this (MiniMax). Others reorder what all of
+        their layers have; the general methods do not know the states of hybrid models."""
+        return type(self.state).batch_repeat_interleave is not Cache.batch_repeat_interleave
 
 
 class TransformersDecoder:

@@ -47,7 +47,7 @@ class CacheUse(enum.Enum):
     SHARED = "shared prompt"
     """The prompt runs once; its cache is repeated for all samples, and ended samples leave it."""
     SEPARATE = "separate prompts"
-    """The prompt runs once for each sample: states of hybrid models cannot be repeated."""
+    """The prompt runs once for each sample: the cache cannot be repeated."""
     NONE = "none"
     """Every step runs whole sequences: the model has no cache that gives the same logits."""
 
