@@ -178,6 +178,19 @@ def test_a_line_of_pairs_ends_at_a_newline_alone(tmp_path: Path) -> None:
     assert read_pairs(path) == [pair, pair]
 
 
+@pytest.mark.parametrize("has_prompt", [True, False])
+def test_the_conversational_pairs_of_trl_are_read(has_prompt: bool, tmp_path: Path) -> None:
+    question, good, bad = [
+        {"role": role, "content": text} for role, text in (("user", "2 + 2 ="), ("assistant", "4"), ("assistant", "5"))
+    ]
+    row = {"prompt": [question], "chosen": [good], "rejected": [bad]}
+    if not has_prompt:
+        row = {"chosen": [question, good], "rejected": [question, bad]}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row))
+    assert read_pairs(path) == [{"prompt": (question,), "chosen": "4", "rejected": "5"}]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -185,6 +198,7 @@ def test_a_line_of_pairs_ends_at_a_newline_alone(tmp_path: Path) -> None:
         (b'{"prompt": "a", "chosen": "\\ud83d", "rejected": "b"}', r"has half of a character, \\ud83d"),
         (b'{"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}', "is neither a text nor a list of messages"),
         (b'{"prompt": "a", "chosen": ["a"], "rejected": "b"}', "is not a pair"),
+        (b'{"chosen": [{"role": "user", "content": "a"}], "rejected": "b"}', "is not a pair"),
         (b"[1]", "is not a pair"),
     ],
 )

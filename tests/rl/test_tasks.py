@@ -352,15 +352,34 @@ def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str
 
 
 @pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"messages": [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]}, 1),
+        ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="},
+                       {"role": "assistant", "content": "5"}, {"role": "user", "content": "No."},
+                       {"role": "assistant", "content": "4"}]}, 4),
+        ({"prompt": [{"role": "user", "content": "2 + 2 ="}],
+          "completion": [{"role": "assistant", "content": "4"}]}, 1),
+        ({"prompt": "2 + 2 =", "completion": "4"}, None),
+    ],
+)  # fmt: skip
+def test_the_rows_of_trl_for_supervised_training_are_read(row: Any, prompt: int | None, tmp_path: Path) -> None:
+    (question,) = FileAdapter(write_jsonl(tmp_path / "rows.jsonl", [row]), heldout=0).build_dataset()
+    assert question.answer == "4"
+    assert question.prompt == ("2 + 2 =" if prompt is None else tuple((row.get("messages") or row["prompt"])[:prompt]))
+
+
+@pytest.mark.parametrize(
     ("row", "options", "complaint"),
     [
         ("{not json", {}, r"bad\.jsonl:2 = .*is not JSON"),
         ({"text": "x", "answer": "1"}, {}, r"bad\.jsonl:2 = fields text, answer: has no field prompt or question"),
         ({"prompt": "x"}, {}, r"bad\.jsonl:2 = .*has no field answer or gold or solution.*answer_key"),
+        ({"messages": [{"role": "assistant", "content": "y"}]}, {}, r"bad\.jsonl:2 = .*has no field answer or gold"),
         (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            {"prompt": "x", "completion": [{"role": "user", "content": "y"}]},
             {},
-            r'bad\.jsonl:2: messages = .*ends with a reply.* as "answer", and leave that message out',
+            r"answer = .*is not a text or a number",
         ),
         ({"prompt": "x", "answer": "1"}, {"answer_key": "label"}, r"bad\.jsonl:.*has no field label"),
         ({"prompt": 3, "answer": "1"}, {}, r"bad\.jsonl:2: prompt = 3: is neither a text nor"),

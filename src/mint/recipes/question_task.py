@@ -103,6 +103,21 @@ def checked_prompt(given: Any, where: str) -> Prompt:
     )
 
 
+def text_of_reply(given: Any) -> Any:
+    """The text of a reply that is written as a message or as a list of one, as in the conversational rows of TRL;
+    anything else as it is."""
+    message = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return message["content"] if _is_message(message) and message["role"] == "assistant" else given
+
+
+def split_last_reply(messages: Any) -> tuple[list[Any], str] | None:
+    """The messages before the assistant's reply at the end, and its text; None if there are none that end so."""
+    if not isinstance(messages, list) or len(messages) < 2 or not all(map(_is_message, messages)):
+        return None
+    *before, last = messages
+    return (before, last["content"]) if last["role"] == "assistant" else None
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 

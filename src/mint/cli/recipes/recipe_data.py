@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mint.errors import InvalidRequestError
-from mint.recipes.question_task import checked_prompt
+from mint.recipes.question_task import checked_prompt, split_last_reply, text_of_reply
 from mint.recipes.supervised import SupervisedConfig
 from mint.recipes.task_registry import load_task, suggestion_of_settings
 from mint.recipes.task_sources.files import read_json_lines
@@ -79,18 +79,28 @@ def read_pairs(path: Path) -> list[dict[str, Any]]:
         raise InvalidRequestError("is not a file", field="data", value=str(path), remedy="Give a .jsonl file")
     rows = []
     for where, row in read_json_lines(path):
-        if not _is_pair(row):
+        pair = _pair(row)
+        if pair is None:
             raise InvalidRequestError(
                 "is not a pair",
                 field=where,
                 value=json.dumps(row, ensure_ascii=False)[:80],
                 remedy='Write {"prompt": …, "chosen": "…", "rejected": "…"}',
             )
-        rows.append({**row, "prompt": checked_prompt(row["prompt"], where)})
+        rows.append({**pair, "prompt": checked_prompt(pair["prompt"], where)})
     return rows
 
 
-def _is_pair(row: Any) -> bool:
-    if not isinstance(row, dict) or not row.get("prompt"):
-        return False
-    return all(isinstance(row.get(key), str) and row[key] for key in ("chosen", "rejected"))
+def _pair(row: Any) -> dict[str, Any] | None:
+    """The prompt, the chosen and the rejected reply of a row: texts, messages, or two conversations that differ in
+    their last reply, as TRL's rows without a prompt."""
+    if not isinstance(row, dict):
+        return None
+    if "prompt" not in row:
+        ends = [split_last_reply(row.get(side)) for side in ("chosen", "rejected")]
+        if ends[0] is None or ends[1] is None or ends[0][0] != ends[1][0]:
+            return None
+        row = {"prompt": ends[0][0], "chosen": ends[0][1], "rejected": ends[1][1]}
+    replies = {side: text_of_reply(row.get(side)) for side in ("chosen", "rejected")}
+    is_complete = bool(row["prompt"]) and all(isinstance(text, str) and text for text in replies.values())
+    return {**row, **replies} if is_complete else None

@@ -14,11 +14,19 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.extras import install_command
-from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, checked_prompt, one_side
+from mint.recipes.question_task import (
+    PromptStyle,
+    Question,
+    QuestionAdapter,
+    checked_prompt,
+    one_side,
+    split_last_reply,
+    text_of_reply,
+)
 from mint.rl.tasks.math_grader import MathGrader
 
 PROMPT_KEYS = ("prompt", "question", "messages")
-ANSWER_KEYS = ("answer", "gold", "solution")
+ANSWER_KEYS = ("answer", "gold", "solution", "completion")
 
 GRADERS: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda response, answer: response.strip() == answer.strip(),
@@ -50,7 +58,8 @@ class FileAdapter(QuestionAdapter):
         prompt_style: PromptStyle = "chat",
     ) -> None:
         """`heldout` is the share of prompts that are held out. Keys of None are looked for in `PROMPT_KEYS` and
-        `ANSWER_KEYS`. `seed` has no effect: rows keep the file's order, and the run shuffles them.
+        `ANSWER_KEYS`; without an answer, the reply at the end of a conversation is the answer. `seed` has no effect:
+        rows keep the file's order, and the run shuffles them.
 
         Raises:
             InvalidRequestError: no such file or grader, no rows, or one without a prompt or answer: names its line.
@@ -186,14 +195,11 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     if not isinstance(row, Mapping):
         raise InvalidRequestError("is not an object", field=where, value=row, remedy='Write {"prompt": …, "answer": …}')
     prompt = row[_key(row, prompt_key, PROMPT_KEYS, where, "prompt_key")]
-    if answer_key is None and not any(key in row for key in ANSWER_KEYS) and _ends_with_a_reply(prompt):
-        raise InvalidRequestError(
-            "ends with a reply, and there is no field answer or gold or solution",
-            field=f"{where}: messages",
-            value=prompt,
-            remedy='Write the content of the last message as "answer", and leave that message out',
-        )
-    answer = row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")]
+    conversation = split_last_reply(prompt)
+    if conversation is not None and answer_key is None and not any(key in row for key in ANSWER_KEYS):
+        prompt, answer = conversation
+    else:
+        answer = text_of_reply(row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")])
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise InvalidRequestError(
             "is not a text or a number",
@@ -204,11 +210,6 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     if grader == "regex":
         _check_pattern(str(answer), where)
     return Question(checked_prompt(prompt, where), str(answer), source=row)
-
-
-def _ends_with_a_reply(prompt: Any) -> bool:
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _key(row: Mapping[str, Any], wanted: str | None, known: Sequence[str], where: str, option: str) -> str:
