@@ -242,7 +242,7 @@ class Settings(BaseSettings):
         """`MINT_MODELS` as a dict.
 
         Raises:
-            InvalidRequestError: an entry is not of the form `name=path-or-name`.
+            InvalidRequestError: an entry is not of the form `name=path-or-name`, or a name has two models.
         """
         aliases: dict[str, str] = {}
         for entry in filter(None, (part.strip() for part in self.models.split(","))):
@@ -254,7 +254,14 @@ class Settings(BaseSettings):
                     value=entry,
                     remedy="Write for example MINT_MODELS=Qwen/Qwen3-0.6B=mint/tiny",
                 )
-            aliases[name.strip()] = target.strip()
+            name, target = name.strip(), target.strip()
+            if aliases.setdefault(name, target) != target:
+                raise InvalidRequestError(
+                    f"names two models, {aliases[name]} and {target}",
+                    field="MINT_MODELS",
+                    value=name,
+                    remedy="Give each model a name of its own",
+                )
         return aliases
 
 

@@ -178,6 +178,12 @@ def test_a_line_of_pairs_ends_at_a_newline_alone(tmp_path: Path) -> None:
     assert read_pairs(path) == [pair, pair]
 
 
+def test_a_link_to_itself_is_no_file_of_pairs(tmp_path: Path) -> None:
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    refused = mint("train", "dpo", f"data={tmp_path / 'loop.jsonl'}", "base_model=mint/tiny")
+    assert refused.exit_code == 1 and "loop.jsonl: is not a file" in refused.output
+
+
 @pytest.mark.parametrize("has_prompt", [True, False])
 def test_the_conversational_pairs_of_trl_are_read(has_prompt: bool, tmp_path: Path) -> None:
     question, good, bad = [

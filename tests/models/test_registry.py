@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mint.config import Settings
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.models import registry
 from mint.models.registry import available, recorded_name, resolve
@@ -31,6 +32,12 @@ def test_a_folder_with_an_adapter_names_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(InvalidRequestError, match="an adapter, not"):
         resolve(str(tmp_path), {})
+
+
+def test_a_name_of_two_models_is_refused() -> None:
+    assert Settings(models="a = x, b=y,a=x").model_aliases == {"a": "x", "b": "y"}
+    with pytest.raises(InvalidRequestError, match="MINT_MODELS = a: names two models, x and y"):
+        _ = Settings(models="a=x,b=y,a=y").model_aliases
 
 
 def test_an_alias_may_name_a_folder_or_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

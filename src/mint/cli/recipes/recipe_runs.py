@@ -181,11 +181,11 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console, yes:
     """Direct preference optimisation on a file of pairs."""
     path = Path(str(take(arguments, "data", "Add data=…: `mint train dpo` needs it")))
     style = arguments.pop("prompt_style", "chat")
-    source = {"recipe": "dpo", "arguments": {"data": str(path.resolve()), "prompt_style": style}}
     config = DPOConfig.from_texts(arguments)
     require_startable(config, resume=resume)
-    require_base_model(config.base_model, console, yes=yes)
     rows = read_pairs(path)
+    source = {"recipe": "dpo", "arguments": {"data": str(path.resolve()), "prompt_style": style}}
+    require_base_model(config.base_model, console, yes=yes)
     with mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
         trained: list[Preference] = []
