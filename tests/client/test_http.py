@@ -175,6 +175,14 @@ def test_a_failed_future_raises_the_error_that_the_server_named_with_all_its_par
             client.create_sampling_client("tinker://sess-nobody:train:0/weights/none")
 
 
+def test_an_error_names_a_checkpoint_by_its_path_in_python(url: str) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        saved = client.create_lora_training_client("mint/tiny", rank=4).save_state("first").result().path
+        with pytest.raises(InvalidRequestError) as caught:
+            client.create_lora_training_client("mint/tiny", rank=8).load_state(saved).result()
+        assert f"path = {saved}: was saved from" in str(caught.value) and saved.startswith("mint://")
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [

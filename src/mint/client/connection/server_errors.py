@@ -64,11 +64,16 @@ def is_error(status: int, body: bytes) -> bool:
     return content is not None and isinstance(content["error"], str) and ("category" in content or "code" in content)
 
 
+def _as_in_python(value: Any) -> Any:
+    return value.replace("tinker://", "mint://") if isinstance(value, str) else value
+
+
 def error_of(status: int, body: bytes, url: str) -> MintError:
-    """The error with the class that the server named, or else the class of the status."""
+    """The error with the class that the server named, or else the class of the status. Its paths of checkpoints are
+    `mint://…`, as everywhere in Python."""
     content = wire.decode_error(body)
     if content is not None and "code" in content:
-        return from_wire(content)
+        return from_wire({name: _as_in_python(value) for name, value in content.items()})
     text = str(content["error"]) if content is not None else body[:200].decode(errors="replace")
     if status == 200:
         kind: type[MintError] = RequestFailedError
