@@ -346,8 +346,6 @@ def _header(folder: Path, architecture: str, fields: Mapping[str, float]) -> Ggu
          {"rope_parameters.partial_rotary_factor": 0.5, "rope_parameters.rope_theta": 5e5}),
         ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
         ("falcon", {"attention.layer_norm_epsilon": 0.25}, {"layer_norm_epsilon": 0.25}),
-        ("gpt-oss", {"attention.sliding_window": 64, "attention.key_length": 32},
-         {"sliding_window": 64, "head_dim": 32}),
         ("qwen3moe", {"expert_feed_forward_length": 24}, {"moe_intermediate_size": 24}),
         ("qwen2moe", {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 48},
          {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}),
@@ -399,14 +397,6 @@ def test_a_file_that_says_another_number_of_layers_is_refused_at_once(
     path = tmp_path / "layers.gguf"
     _write_gguf(path, layers=layers, without=without)
     with pytest.raises(InvalidRequestError, match=rf"llama\.block_count = {layers}: is not the number of layers"):
-        registry.resolve(str(path), {})
-
-
-def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
-    """transformers 5.23 fails at the scaling of positions, and without one it finds no experts."""
-    path = tmp_path / "oss.gguf"
-    _write_gguf(path, architecture="gpt-oss", edit=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    with pytest.raises(InvalidRequestError, match=r"general\.architecture = gpt-oss.*Give the Hugging Face folder"):
         registry.resolve(str(path), {})
 
 

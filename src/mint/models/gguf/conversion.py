@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 
 from mint.errors import InvalidRequestError
+from mint.models.gguf import gpt_oss
 from mint.models.gguf.header import GgufHeader
 from mint.models.gguf.layout import CutOffError, GgufLayout, read_layout
 from mint.models.quiet_transformers import quiet_transformers
-from mint.models.tensor_files import write_file, write_tensors
+from mint.models.tensor_files import write_file, write_later_tensors, write_tensors
+
+_MXFP4 = 39
+"""The number of this quantization in a file."""
 
 _BYTES_PER_NUMBER = 4
 """A folder holds float32. Its configuration and tokenizer are small beside the weights."""
@@ -53,9 +57,11 @@ def convert(file: Path, folder: Path) -> None:
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         header = GgufHeader(GGUFReader(file))
-        header.require_readable()
         header.require_whole()  # first: transformers would make as many layers as the file says
         header.require_known_tokens()
+        if header.architecture == gpt_oss.ARCHITECTURE:
+            _convert_gpt_oss(file, header, folder)
+            return
         scaling = header.rope_scaling()
         with quiet_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)
@@ -95,6 +101,29 @@ def convert(file: Path, folder: Path) -> None:
     write_file(folder / "config.json", [json.dumps(config, indent=2, default=str).encode()])
 
 
+def _convert_gpt_oss(file: Path, header: GgufHeader, folder: Path) -> None:
+    """As `convert`, one tensor in memory at a time; experts in MXFP4 stay so."""
+    from transformers import PreTrainedTokenizerFast  # deferred: it takes seconds
+
+    config = gpt_oss.read_config(header)
+    arrays = gpt_oss.published_tensors(header.tensors, config["num_hidden_layers"])
+    config["vocab_size"] = arrays["model.embed_tokens.weight"].shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in arrays
+    if gpt_oss.has_mxfp4(header.tensors):
+        config["quantization_config"] = gpt_oss.QUANTIZATION
+    with quiet_transformers():
+        # not AutoTokenizer, which reads the configuration first, and fails at the scaling of positions
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True
+        )
+    folder.mkdir()
+    tokenizer.save_pretrained(folder)
+    write_later_tensors(folder / "model.safetensors", arrays, {"format": "pt"})
+    ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}
+    write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
+    write_file(folder / "config.json", [json.dumps(config, indent=2).encode()])
+
+
 def _require_all_bytes(file: Path, layout: GgufLayout) -> None:
     """Refuses a file that ends before its tensors do.
 
@@ -121,7 +150,11 @@ def _require_space(file: Path, layout: GgufLayout, disk: Path) -> None:
     Raises:
         InvalidRequestError: the disk has too little free space.
     """
-    needed = _BYTES_PER_NUMBER * sum(math.prod(tensor.shape) for tensor in layout.tensors)
+    numbers = sum(math.prod(tensor.shape) for tensor in layout.tensors)
+    needed = _BYTES_PER_NUMBER * numbers
+    if layout.fields.get("general.architecture") == gpt_oss.ARCHITECTURE:  # experts in MXFP4 stay so
+        kept = sum(math.prod(tensor.shape) for tensor in layout.tensors if tensor.kind == _MXFP4)
+        needed += gpt_oss.stored_bytes(kept) - _BYTES_PER_NUMBER * kept
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise InvalidRequestError(

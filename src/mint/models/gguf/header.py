@@ -13,9 +13,6 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 
-_WITHOUT_EXPERTS = "gpt-oss"
-"""The architecture whose experts transformers does not read by the names that llama.cpp gives them."""
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of Llama 3.1, 3.2 and 3.3. A file has the factor of each frequency in their place."""
 
@@ -44,7 +41,7 @@ _SETTINGS = {
 }
 """Keys below the architecture's name → how Hugging Face calls them in one family or another."""
 
-_WINDOWS = ("phi3", "starcoder2", "gpt-oss")
+_WINDOWS = ("phi3", "starcoder2")
 """Architectures whose window transformers does not read."""
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -137,19 +134,28 @@ class GgufHeader:
         found = self._fields.get(f"{self.architecture}.{key}")
         return found if isinstance(found, int) else None
 
-    def require_readable(self) -> None:
-        """Checks that transformers reads all tensors of the architecture.
+    def setting(self, key: str) -> Any:
+        """The number at `key` below the architecture's name.
 
         Raises:
-            InvalidRequestError: it does not.
+            InvalidRequestError: there is none.
         """
-        if self.architecture == _WITHOUT_EXPERTS:
+        found = self._fields.get(f"{self.architecture}.{key}")
+        if not isinstance(found, int | float):
             raise InvalidRequestError(
-                "is an architecture whose experts transformers does not read from GGUF files",
-                field="general.architecture",
-                value=self.architecture,
-                remedy="Give the Hugging Face folder of this model: with MINT_QUANTIZE=mxfp4 its experts take 5 bits",
+                "is no number", field=f"{self.architecture}.{key}", value=found, remedy="Give an undamaged file"
             )
+        return found
+
+    def token_id(self, kind: str) -> int | None:
+        """The id of a special token, such as `eos`; None if the file names none."""
+        found = self._fields.get(f"tokenizer.ggml.{kind}_token_id")
+        return found if isinstance(found, int) else None
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors by name, as the `gguf` package reads them."""
+        return self._tensors
 
     def require_whole(self) -> None:
         """Checks that the tensors of all layers are in this file.
