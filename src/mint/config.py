@@ -531,6 +531,13 @@ def _variables() -> set[str]:
     return {name if name.startswith("MINT_") else f"MINT_{name}" for name in client} | served | _RL_VARIABLES.keys()
 
 
+def keep_home() -> None:
+    """Makes a relative `MINT_HOME` absolute, before this process goes to another directory."""
+    home = read_settings().home_dir
+    if not home.is_absolute():
+        os.environ["MINT_HOME"] = str(home.resolve())
+
+
 def environment_of(home: Path) -> dict[str, str]:
     """The environment of a process of mint whose data lies in `home`: this one's, with another `MINT_HOME`."""
     return {**os.environ, "MINT_HOME": str(home)}

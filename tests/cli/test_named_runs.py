@@ -139,6 +139,40 @@ def test_a_resume_from_another_directory_finds_the_file_where_the_run_began(
     assert f"{began_in / 'run'} is complete, all " in caplog.text
 
 
+def test_a_resume_from_another_directory_keeps_a_relative_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began_in, elsewhere = tmp_path / "began", tmp_path / "else" / "where"
+    began_in.mkdir()
+    elsewhere.mkdir(parents=True)
+    rows = [json.dumps({"prompt": f"{number} + 1 = ", "answer": str(number + 1)}) for number in range(8)]
+    (began_in / "sums.jsonl").write_text("\n".join(rows))
+    monkeypatch.chdir(began_in)
+    monkeypatch.setenv("MINT_HOME", "../home")
+    begun = mint("train", "rl", "task=file:sums.jsonl", *SETTINGS, "--run-dir", "run", "--json")
+    assert begun.exit_code == 0, begun.output
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("MINT_HOME", "../../home")
+    again = mint("train", "rl", "--run-dir", str(began_in / "run"), "--resume", "--json")
+    assert again.exit_code == 0, again.output
+
+
+def test_a_resume_with_a_long_text_among_its_settings_or_from_a_removed_directory_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_in, removed = tmp_path / "began", tmp_path / "removed"
+    began_in.mkdir()
+    removed.mkdir()
+    rows = [json.dumps({"hint " * 80: f"{number} + 1 = ", "answer": str(number + 1)}) for number in range(8)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    monkeypatch.chdir(began_in)
+    words = (f"task=file:{tmp_path / 'sums.jsonl'}", f"prompt_key={'hint ' * 80}", *SETTINGS)
+    begun = mint("train", "rl", *words, "--run-dir", "run", "--json")
+    assert begun.exit_code == 0, begun.output
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    again = mint("train", "rl", "--run-dir", str(began_in / "run"), "--resume", "--json")
+    assert again.exit_code == 0, again.output
+
+
 @pytest.mark.parametrize("words", [["steps=4"], ["task=math"]])
 def test_a_resume_with_other_settings_names_the_command_that_has_those_of_the_run(
     first: dict[str, Any], home: Path, words: list[str]

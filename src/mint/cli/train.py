@@ -227,8 +227,9 @@ def _with_recorded(
         InvalidRequestError: the run folder does not have them all, or the run had no sandbox and nobody says so again.
     """
     from mint.cli.recipes.recorded_arguments import read_recorded_arguments  # deferred: loads numpy
+    from mint.config import keep_home
     from mint.runs.log import is_run
-    from mint.runs.process import read_process
+    from mint.runs.process import read_process, working_directory
 
     if folder is None or not is_run(folder) or not arguments.keys().isdisjoint(DATA_WORDS[recipe]):
         return dict(arguments)
@@ -237,9 +238,10 @@ def _with_recorded(
         remedy = "Add --unsafe-sandbox to run model-written code without any isolation again"
         raise InvalidRequestError("is how the run began", field="unsafe_sandbox", value=True, remedy=remedy)
     words = " ".join(f"{name}={recorded[name]}" for name in DATA_WORDS[recipe] if name in recorded)
-    process = read_process(folder)
-    directory = Path.cwd() if process is None or process.directory is None else Path(process.directory)
-    if directory != Path.cwd() and any(_is_relative_path(str(value), directory) for value in recorded.values()):
+    process, here = read_process(folder), working_directory()
+    directory = here if process is None or process.directory is None else process.directory
+    if directory not in (None, here) and any(_is_relative_path(str(own), Path(directory)) for own in recorded.values()):
+        keep_home()
         os.chdir(directory)
         words += f" in {directory}"
     say(f"{words}, with the settings in {folder / 'config.json'}")
@@ -302,4 +304,7 @@ def _is_relative_path(word: str, place: Path = Path()) -> bool:
     # It is not made absolute: a resume compares the name of the task with the recorded one.
     source, is_class, _ = word.rpartition("=")[2].removeprefix("file:").partition(".py:")
     path = Path(f"{source}.py" if is_class else source)
-    return not path.is_absolute() and bool(path.name) and (place / path).exists()
+    try:
+        return not path.is_absolute() and bool(path.name) and (place / path).exists()
+    except OSError:  # a text that is longer than a name may be
+        return False

@@ -56,7 +56,7 @@ def recorded_process(folder: Path) -> Generator[RunEnd]:
     An exception is `failed`, the user's interrupt is `stopped`; both are raised again.
     """
     end = RunEnd()
-    process = RunProcess(os.getpid(), socket.gethostname(), time.time(), directory=_working_directory())
+    process = RunProcess(os.getpid(), socket.gethostname(), time.time(), directory=working_directory())
     _write(folder, process)
     try:
         yield end
@@ -170,10 +170,11 @@ def lives(pid: int, began_at: float) -> bool:
     return state not in "ZX" and started_at < began_at + CLOCK_SLACK_S  # otherwise another process has the id now
 
 
-def _working_directory() -> str | None:
+def working_directory() -> str | None:
+    """The working directory of this process; None if it was removed."""
     try:
         return str(Path.cwd())
-    except OSError:  # it was removed
+    except OSError:
         return None
 
 
