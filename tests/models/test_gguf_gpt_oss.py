@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -20,6 +23,7 @@ from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
 from mint.models import registry
 from mint.models.folder import ModelFolder
+from mint.models.gguf import conversion
 
 ARCHITECTURE = "gpt-oss"
 TOKENS = np.random.default_rng(5).integers(3, 97, 60)
@@ -43,12 +47,14 @@ def _write_gguf(
     file: Path,
     experts: Kind,
     *,
+    down: Kind | None = None,
     model: PreTrainedModel | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     without: str = "nothing",
 ) -> None:
-    """Writes the model in `folder`, its matrices in Q8_0 and its experts in the format `experts`. `model` gets the
-    numbers that are in the file; `edit` adds fields; no tensor that has `without` in its name is written."""
+    """Writes the model in `folder`, its matrices in Q8_0 and its experts in the format `experts`, or `down` for the
+    last matrices of each. `model` gets the numbers that are in the file; `edit` adds fields; no tensor that has
+    `without` in its name is written."""
     config = ModelFolder(folder).config
     weights = load_file(folder / "model.safetensors")
     writer = gguf.GGUFWriter(file, ARCHITECTURE)
@@ -111,8 +117,8 @@ def _write_gguf(
             for start, part in enumerate(("gate", "up"))
         ]
         keep(f"{own}mlp.experts.gate_up_proj", np.stack(found, axis=2).reshape(both.shape).swapaxes(1, 2))
-        down = weights[f"{own}mlp.experts.down_proj"].swapaxes(1, 2)
-        keep(f"{own}mlp.experts.down_proj", add(f"{theirs}ffn_down_exps.weight", down, experts).swapaxes(1, 2))
+        last = weights[f"{own}mlp.experts.down_proj"].swapaxes(1, 2)
+        keep(f"{own}mlp.experts.down_proj", add(f"{theirs}ffn_down_exps.weight", last, down or experts).swapaxes(1, 2))
         biases = weights[f"{own}mlp.experts.gate_up_proj_bias"]
         for start, part in enumerate(("gate", "up")):
             add(f"{theirs}ffn_{part}_exps.bias", biases[:, start::2], Kind.F32)
@@ -189,3 +195,39 @@ def test_a_file_that_is_no_whole_gpt_oss_is_refused_by_name(
     _write_gguf(tmp_path / "exact", tmp_path / "oss.gguf", Kind.MXFP4, edit=edit, without=without)
     with pytest.raises(InvalidRequestError, match=said):
         registry.resolve(str(tmp_path / "oss.gguf"), {})
+
+
+def test_an_exponent_that_is_no_number_is_refused_by_the_name_of_its_tensor(tmp_path: Path) -> None:
+    _small_model(tmp_path / "exact")
+    _write_gguf(tmp_path / "exact", tmp_path / "oss.gguf", Kind.MXFP4)
+    reader = gguf.GGUFReader(tmp_path / "oss.gguf", "r+")
+    next(own for own in reader.tensors if own.name == "blk.1.ffn_up_exps.weight").data[2, 3, 17] = 255
+    reader.data.flush()
+    with pytest.raises(InvalidRequestError, match=r"blk\.1\.ffn_up_exps\.weight: has numbers that are not finite"):
+        registry.resolve(str(tmp_path / "oss.gguf"), {})
+
+
+def test_a_disk_that_is_full_while_the_folder_is_written_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    _small_model(tmp_path / "exact")
+    _write_gguf(tmp_path / "exact", tmp_path / "oss.gguf", Kind.MXFP4)
+    monkeypatch.setattr(conversion, "write_later_tensors", full)
+    with pytest.raises(InvalidRequestError, match=r"cannot be written to .*No space left.*Free disk space"):
+        registry.resolve(str(tmp_path / "oss.gguf"), {})
+
+
+def test_the_disk_has_room_for_experts_in_float32_if_some_are_not_in_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _small_model(tmp_path / "exact")
+    _write_gguf(tmp_path / "exact", tmp_path / "oss.gguf", Kind.MXFP4)
+    _write_gguf(tmp_path / "exact", tmp_path / "mixed.gguf", Kind.MXFP4, down=Kind.Q8_0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _place: SimpleNamespace(free=1_200_000))
+    folder = registry.resolve(str(tmp_path / "oss.gguf"), {})
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 1_200_000
+    with pytest.raises(InvalidRequestError, match=r"becomes a folder of 1\.7 MB in float32, and .* has 1\.2 MB left"):
+        registry.resolve(str(tmp_path / "mixed.gguf"), {})

@@ -75,6 +75,8 @@ def convert(file: Path, folder: Path) -> None:
     except InvalidRequestError as error:
         raise _unreadable(file, str(error)) from error
     except Exception as error:  # damaged files give errors of every kind; the tokenizers' are plain exceptions
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of transformers have no number
+            raise
         first = str(error).strip().split("\n")[0]
         remedy = "Give an undamaged file of an architecture that transformers reads, or a Hugging Face folder"
         raise _unreadable(file, first, remedy) from error
@@ -152,8 +154,10 @@ def _require_space(file: Path, layout: GgufLayout, disk: Path) -> None:
     """
     numbers = sum(math.prod(tensor.shape) for tensor in layout.tensors)
     needed = _BYTES_PER_NUMBER * numbers
-    if layout.fields.get("general.architecture") == gpt_oss.ARCHITECTURE:  # experts in MXFP4 stay so
-        kept = sum(math.prod(tensor.shape) for tensor in layout.tensors if tensor.kind == _MXFP4)
+    experts = [tensor for tensor in layout.tensors if tensor.name.endswith(gpt_oss.EXPERTS)]
+    is_gpt_oss = layout.fields.get("general.architecture") == gpt_oss.ARCHITECTURE
+    if is_gpt_oss and all(tensor.kind == _MXFP4 for tensor in experts):  # they stay so
+        kept = sum(math.prod(tensor.shape) for tensor in experts)
         needed += gpt_oss.stored_bytes(kept) - _BYTES_PER_NUMBER * kept
     free = shutil.disk_usage(disk).free
     if needed > free:

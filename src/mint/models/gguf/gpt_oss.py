@@ -34,6 +34,9 @@ QUANTIZATION = {
 }
 """The `quantization_config` where the experts are in MXFP4, as it is published."""
 
+EXPERTS = "_exps.weight"
+"""How the names of the experts' matrices end in a file."""
+
 _BLOCK = 32
 """Numbers that share an exponent. A block has 17 bytes in a GGUF file: the exponent, and 16 with two codes each."""
 
@@ -106,7 +109,7 @@ def stored_bytes(numbers: int) -> int:
 
 def has_mxfp4(tensors: Mapping[str, Any]) -> bool:
     """Whether all experts among the tensors of a file, by name, are in MXFP4."""
-    kinds = {tensor.tensor_type.name for name, tensor in tensors.items() if name.endswith("_exps.weight")}
+    kinds = {tensor.tensor_type.name for name, tensor in tensors.items() if name.endswith(EXPERTS)}
     return kinds == {"MXFP4"}
 
 
@@ -160,8 +163,7 @@ def _float32(tensor: Any) -> LaterArray:
     def make() -> np.ndarray:
         numbers = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=False)
         if not np.isfinite(numbers).all():
-            remedy = "Give an undamaged file"
-            raise InvalidRequestError("has numbers that are not finite", field=tensor.name, remedy=remedy)
+            raise _not_finite(tensor)
         return numbers
 
     return LaterArray(np.dtype(np.float32), shape, make)
@@ -171,7 +173,19 @@ def _blocks(tensor: Any) -> LaterArray:
     """The blocks of an MXFP4 tensor of experts, uint8 [N, O, I / 32, 17]."""
     inputs, outputs, experts = map(int, tensor.shape)
     shape = (experts, outputs, inputs // _BLOCK, _BLOCK_BYTES)
-    return LaterArray(np.dtype(np.uint8), shape, lambda: np.asarray(tensor.data).reshape(shape))
+
+    def make() -> np.ndarray:
+        blocks = np.asarray(tensor.data).reshape(shape)
+        if (blocks[..., 0] == 255).any():
+            raise _not_finite(tensor)
+        return blocks
+
+    return LaterArray(np.dtype(np.uint8), shape, make)
+
+
+def _not_finite(tensor: Any) -> InvalidRequestError:
+    remedy = "Give an undamaged file"
+    return InvalidRequestError("has numbers that are not finite", field=tensor.name, remedy=remedy)
 
 
 def _codes(blocks: np.ndarray) -> np.ndarray:
