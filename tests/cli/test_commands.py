@@ -184,16 +184,16 @@ def test_a_link_to_itself_is_no_file_of_pairs(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "loop.jsonl: is not a file" in refused.output
 
 
-@pytest.mark.parametrize("has_prompt", [True, False])
-def test_the_conversational_pairs_of_trl_are_read(has_prompt: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt", ["messages", "text", "nothing"])
+def test_the_conversational_pairs_of_trl_are_read(prompt: str, tmp_path: Path) -> None:
     question, good, bad = [
         {"role": role, "content": text} for role, text in (("user", "2 + 2 ="), ("assistant", "4"), ("assistant", "5"))
     ]
     row = {"prompt": [question], "chosen": [good], "rejected": [bad]}
-    if not has_prompt:
+    if prompt != "messages":
         row = {"chosen": [question, good], "rejected": [question, bad]}
     path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(row))
+    path.write_text(json.dumps({**row, "prompt": question["content"]} if prompt == "text" else row))
     assert read_pairs(path) == [{"prompt": (question,), "chosen": "4", "rejected": "5"}]
 
 
@@ -205,6 +205,11 @@ def test_the_conversational_pairs_of_trl_are_read(has_prompt: bool, tmp_path: Pa
         (b'{"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}', "is neither a text nor a list of messages"),
         (b'{"prompt": "a", "chosen": ["a"], "rejected": "b"}', "is not a pair"),
         (b'{"chosen": [{"role": "user", "content": "a"}], "rejected": "b"}', "is not a pair"),
+        (
+            b'{"prompt": "b", "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}], '
+            b'"rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}]}',
+            "is not a pair",
+        ),
         (b"[1]", "is not a pair"),
     ],
 )

@@ -93,14 +93,15 @@ def read_pairs(path: Path) -> list[dict[str, Any]]:
 
 def _pair(row: Any) -> dict[str, Any] | None:
     """The prompt, the chosen and the rejected reply of a row: texts, messages, or two conversations that differ in
-    their last reply, as TRL's rows without a prompt."""
+    their last reply, as TRL's rows without a prompt, or with one that is the text of a message in both (UltraFeedback).
+    """
     if not isinstance(row, dict):
         return None
-    if "prompt" not in row:
-        ends = [split_last_reply(row.get(side)) for side in ("chosen", "rejected")]
-        if ends[0] is None or ends[1] is None or ends[0][0] != ends[1][0]:
-            return None
-        row = {"prompt": ends[0][0], "chosen": ends[0][1], "rejected": ends[1][1]}
+    ends = [split_last_reply(row.get(side)) for side in ("chosen", "rejected")]
+    if ends[0] is not None and ends[1] is not None and ends[0][0] == ends[1][0]:
+        before = ends[0][0]
+        if row.get("prompt") in (None, *(message["content"] for message in before)):
+            row = {"prompt": before, "chosen": ends[0][1], "rejected": ends[1][1]}
     replies = {side: text_of_reply(row.get(side)) for side in ("chosen", "rejected")}
-    is_complete = bool(row["prompt"]) and all(isinstance(text, str) and text for text in replies.values())
+    is_complete = bool(row.get("prompt")) and all(isinstance(text, str) and text for text in replies.values())
     return {**row, **replies} if is_complete else None
