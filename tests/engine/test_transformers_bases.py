@@ -42,6 +42,7 @@ from mint.engine.torch_engine import TorchEngine
 from mint.engine.transformers.base import TransformersBase
 from mint.engine.transformers.decoder import ModelCache, TransformersDecoder
 from mint.engine.transformers.measurements import measure
+from mint.engine.transformers.sampler import CacheUse
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 from mint.models.peft_format import write_peft
@@ -200,6 +201,19 @@ def test_bamba_decodes_from_its_cache_what_it_computes_over_whole_sequences(tmp_
     mamba = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
     reference = write_other_model(tmp_path, "bamba", attn_layer_indices=[1], **mamba)
     _require_cache_of_whole_sequences(tmp_path, reference)
+
+
+def test_bamba_is_told_positions_in_bfloat16_too_where_rounding_hides_what_they_change(tmp_path: Path) -> None:
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    model = write_other_model(tmp_path, "bamba", num_hidden_layers=8, attn_layer_indices=[4], **mamba)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1 / 3)
+    model.save_pretrained(tmp_path)
+    decoder = TransformersDecoder(ModelFolder(tmp_path), TorchOperations(torch.bfloat16, torch.device("cpu")))
+    assert measure(decoder, torch.bfloat16, 1 << 30).cache_use is CacheUse.SHARED
+    assert decoder.tells_positions
 
 
 def _require_cache_of_whole_sequences(folder: Path, reference: PreTrainedModel) -> None:

@@ -254,7 +254,7 @@ class TransformersDecoder:
         model = self._model.base_model if self._is_plain else self._model
         given = {} if cache is None else {cache.argument: cache.state}
         before = 0 if cache is None else cache.length
-        if before and self.tells_positions:
+        if cache is not None and self.tells_positions:
             given["position_ids"] = torch.full_like(tokens, before)
         found = model(input_ids=tokens, use_cache=use_cache, **given)
         hidden = found.last_hidden_state if self._is_plain else found.logits
