@@ -101,7 +101,8 @@ def _measure_cache(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, 
     """The best use of the model's cache whose logits are those of whole sequences, up to rounding. Positions are told
     where the model's code loses them, or where none is right otherwise."""
     loses = _loses_positions(decoder, tokens)
-    for decoder.tells_positions, use in product((loses, not loses), (CacheUse.SHARED, CacheUse.SEPARATE)):
+    for tells_positions, use in product((loses, not loses), (CacheUse.SHARED, CacheUse.SEPARATE)):
+        decoder.tells_positions = tells_positions
         try:
             difference = _cache_difference(decoder, tokens, whole, use)
         except _FAILURES as error:
@@ -120,7 +121,8 @@ def _loses_positions(decoder: TransformersDecoder, tokens: Tensor) -> bool:
     last = len(tokens) - 1
     found = []
     try:
-        for decoder.tells_positions, position in ((False, last), (True, 0), (True, last)):
+        for tells_positions, position in ((False, last), (True, 0), (True, last)):
+            decoder.tells_positions = tells_positions
             _, cache = decoder.prefill(tokens[None, :last], None, use_cache=True)
             if cache is None:
                 return False
