@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ REPEATS = 3
 """Runs after the first one, which compiles."""
 
 LEAK_RUNS = 24
-"""A path that keeps some MiB leaks if each of so many runs keeps them. The memory of a process on a CPU may grow in the
-first runs of a sound path, until the allocator has an arena for each thread."""
+"""Where a path seems to keep some MiB, so many runs decide. The memory of a process on a CPU may grow in the first runs
+of a sound path, until the allocator has an arena for each thread."""
 
 TRY_AGAIN_S = 2.0
 """The pause before a path is tried once more, for another program to end or to give memory back."""
@@ -148,12 +149,11 @@ def _judge_once(path: FastPath, *, is_timed: bool) -> Verdict:
     before = _allocated()
     try:
         found, first_bytes, _ = _measured(path.fast, repeats=0)
-        is_repeated, held, leaked = True, [_allocated()], 0
-        while len(held) <= REPEATS or (LEAST_LEAK_BYTES < leaked < LEAST_PEAK_BYTES and len(held) <= LEAK_RUNS):
+        is_repeated, held = True, [_allocated()]
+        while len(held) <= REPEATS or (len(held) <= LEAK_RUNS and LEAST_LEAK_BYTES < _growth(held) < LEAST_PEAK_BYTES):
             is_repeated &= _same_bits(found, _copied(path.fast()))
             held.append(_allocated())
-            # What is kept grows with every run; what a library sets up grows in some.
-            leaked = min(after - before for before, after in pairwise(held))
+        leaked = _growth(held)
         # The fastest of several runs: one run alone may have waited for another program.
         _, fast_bytes, seconds = _measured(path.fast, repeats=REPEATS if is_timed else 0)
     except Exception as error:  # noqa: BLE001  whatever a kernel does is a finding
@@ -173,6 +173,13 @@ def _judge_once(path: FastPath, *, is_timed: bool) -> Verdict:
     if is_slow:
         fault = f"it took {1e3 * seconds:.2f} ms, where plain operations take {1e3 * plain_s:.2f}"
     return Verdict(path.name, fault and f"{path.case}: {fault}", seconds, plain_s, error, is_passing=is_slow)
+
+
+def _growth(held: Sequence[int]) -> int:
+    """The bytes that a run keeps, from what was in use after each: the median of the later half. A leak grows with
+    nearly every run (freed memory may take some of it up), and what a library sets up in the first ones alone."""
+    later = held[(len(held) - 1) // 2 :]
+    return int(median(after - before for before, after in pairwise(later)))
 
 
 def _words(error: Exception) -> str:
