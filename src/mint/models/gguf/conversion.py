@@ -104,7 +104,7 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def _convert_gpt_oss(file: Path, header: GgufHeader, folder: Path) -> None:
-    """As `convert`, one tensor in memory at a time; experts in MXFP4 stay so."""
+    """Does what `convert` does, with one tensor in memory at a time. Experts in MXFP4 are not widened."""
     from transformers import PreTrainedTokenizerFast  # deferred: it takes seconds
 
     config = gpt_oss.read_config(header)

@@ -103,7 +103,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def stored_bytes(numbers: int) -> int:
-    """What so many numbers in MXFP4 take."""
+    """The bytes of so many numbers in MXFP4, with their exponents."""
     return numbers // _BLOCK * _BLOCK_BYTES
 
 
