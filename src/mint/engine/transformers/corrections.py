@@ -44,8 +44,8 @@ def _rope_settings(module: Any) -> list[dict[str, Any]]:
 
 
 def _limits_time_steps(module: nn.Module) -> bool:
-    """Whether a module is a Mamba 2 layer with limits of its time steps. Falcon-H1 multiplies the outputs of its input
-    layer, and has no limits in its published models."""
+    """Whether a module is a Mamba 2 layer with limits of its time steps that can be corrected. Falcon-H1 multiplies the
+    outputs of its input layer: with limits, it samples without a cache."""
     names = ("time_step_limit", "dt_bias", "in_proj")
     if not all(hasattr(module, name) for name in names) or hasattr(module, "mup_vector"):
         return False

@@ -137,16 +137,16 @@ def published_tensors(tensors: Mapping[str, Any], layers: int) -> dict[str, Late
         experts = f"{prefix}mlp.experts."
         gate, up, down = (take(f"{stored}ffn_{part}_exps.weight") for part in ("gate", "up", "down"))
         biases = [take(f"{stored}ffn_{part}_exps.bias") for part in ("gate", "up")]
-        found[f"{experts}gate_up_proj_bias"] = _alternating(*map(_float32, biases), axis=1)
+        found[f"{experts}gate_up_proj_bias"] = _alternating(*map(_float32, biases))
         if is_mxfp4:
             for part, blocks in (
-                ("gate_up_proj", _alternating(_blocks(gate), _blocks(up), axis=1)),
+                ("gate_up_proj", _alternating(_blocks(gate), _blocks(up))),
                 ("down_proj", _blocks(down)),
             ):
                 found[f"{experts}{part}_blocks"] = _changed(blocks, (*blocks.shape[:3], _BLOCK // 2), _codes)
                 found[f"{experts}{part}_scales"] = _changed(blocks, blocks.shape[:3], lambda all_: all_[..., 0])
         else:
-            found[f"{experts}gate_up_proj"] = _turned(_alternating(_float32(gate), _float32(up), axis=1))
+            found[f"{experts}gate_up_proj"] = _turned(_alternating(_float32(gate), _float32(up)))
             found[f"{experts}down_proj"] = _turned(_float32(down))
     if left:
         remedy = "Give the Hugging Face folder of this model"
@@ -199,10 +199,11 @@ def _changed(source: LaterArray, shape: tuple[int, ...], change: Callable[[np.nd
     return LaterArray(source.dtype, shape, lambda: np.ascontiguousarray(change(source.make())))
 
 
-def _alternating(first: LaterArray, second: LaterArray, *, axis: int) -> LaterArray:
-    """Two arrays of a shape, entry by entry in turns along an axis."""
-    shape = (*first.shape[:axis], 2 * first.shape[axis], *first.shape[axis + 1 :])
-    return LaterArray(first.dtype, shape, lambda: np.stack([first.make(), second.make()], axis=axis + 1).reshape(shape))
+def _alternating(gate: LaterArray, up: LaterArray) -> LaterArray:
+    """Two arrays [N, O, ...] as one [N, 2 O, ...], whose outputs are theirs in turns."""
+    experts, outputs, *rest = gate.shape
+    shape = (experts, 2 * outputs, *rest)
+    return LaterArray(gate.dtype, shape, lambda: np.stack([gate.make(), up.make()], axis=2).reshape(shape))
 
 
 def _turned(matrices: LaterArray) -> LaterArray:
