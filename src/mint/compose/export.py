@@ -177,7 +177,7 @@ def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, for
             rank=checkpoint.rank,
             alpha=checkpoint.alpha,
             base_model=name,
-            output_layer=_output_layer(checkpoint.base_model, settings),
+            output_layer=_output_layer(checkpoint, settings),
         )
         return
     base = registry.resolve(checkpoint.base_model, settings.model_aliases)
@@ -234,11 +234,13 @@ def _public_name(checkpoint: _CheckpointWeights, settings: Settings) -> str:
     return base_model if is_of_the_hub else str(folder)
 
 
-def _output_layer(base_model: str, settings: Settings) -> str:
+def _output_layer(checkpoint: _CheckpointWeights, settings: Settings) -> str:
     """The path of the base model's output layer in transformers; mint's name for it, which most models have, where the
-    base model is not on this machine."""
+    layer has no lora, or the base model is not on this machine."""
+    if f"{peft_format.UNEMBED}.lora_A.weight" not in checkpoint.weights:
+        return peft_format.UNEMBED
     try:
-        base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
+        base = ModelFolder(registry.resolve(checkpoint.base_model, settings.model_aliases))
     except (UnknownBaseModelError, InvalidRequestError):
         return peft_format.UNEMBED
     return output_layer(base)
